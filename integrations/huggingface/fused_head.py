@@ -69,7 +69,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
     if not isinstance(model, nn.Module):
         Checks("fuse_head").fail("model", "a transformers model", model, TypeError)
     base = base_model(model)
-    existing = _installed(base)
+    existing = fused_head_of(base)
     if existing is not None and existing.is_measured():
         return existing
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -125,43 +125,79 @@ def _unwrap(model: Any) -> Iterator[Any]:
 
 def is_fused(model: nn.Module) -> bool:
     """True if the model takes `with_head`."""
-    return _installed(base_model(model)) is not None
+    return fused_head_of(base_model(model)) is not None
 
 
-def _installed(model: Any) -> FusedHead | None:
-    """Return the FusedHead of a transformers model, or None if it has none or lost its forward to pickle."""
-    fused = vars(model).get(_ATTRIBUTE)
-    return None if fused is None or lost_to_pickle(fused._wrapped) else fused
-
-
-def lost_to_pickle(method: Any) -> bool:
-    """True for a model's forward that we installed if the model was pickled and loaded since.
+def fused_head_of(model: Any) -> FusedHead | None:
+    """Return the FusedHead of a transformers model, or None if it has none or lost its forward to pickle.
 
     Pickle saves a bound method by its name, which in the loaded model is the forward of its class.
     """
-    return method.__func__ is type(method.__self__).forward
+    fused = vars(model).get(_ATTRIBUTE)
+    return None if fused is None or fused._forwards[-1].__func__ is type(model).forward else fused
 
 
 class FusedHead:
-    """A model whose forward takes `with_head`. The head module is replaced only during calls with `with_head`."""
+    """A model whose forward takes `with_head`. The head module is replaced only during calls with `with_head`.
+
+    Attributes:
+        model, head: the transformers model, and its output embeddings at the last call.
+        fused_lm_head: answers calls of the model with `fused_lm_head=True`, which TRL makes. It gets `run`, with its
+            first argument set, and the other arguments of the call. If None, the wrapped forward gets such calls.
+    """
 
     def __init__(self, model: Any, head: Any) -> None:
         self.model = model
         self.head = head
+        self.fused_lm_head: Callable[..., Any] | None = None
         self._options: LogitOptions | None = None
         self._measured: tuple[Any, ...] = ()  # `_identity` at the measurement of the options
-        self._forward = model.forward
+        self._forwards: list[Any] = []  # the model's forwards that we installed, the outermost last
+        setattr(model, _ATTRIBUTE, self)
+        self.install()
+
+    def install(self) -> None:
+        """Wrap the model's forward. May be called again if another wrapper encloses ours by now."""
+        wrapped = self.model.forward
 
         # `generate` and Trainer inspect the signature of forward, so keep it by `wraps`. accelerate takes the function
         # out of the bound method and binds it again, so the function needs the model as its first argument.
-        @functools.wraps(type(model).forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Look the FusedHead up in `self`, because a copy of the model has a FusedHead of its own.
-            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)
+        @functools.wraps(type(self.model).forward)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            # `model` may be a deep copy, which has a FusedHead of its own.
+            call = _method_of(model, wrapped)
+            fused = vars(model).get(_ATTRIBUTE)
+            if fused is None:  # removed, while another wrapper still calls this function
+                return call(*args, **kwargs)
+            if fused.fused_lm_head is not None and kwargs.pop("fused_lm_head", False):
+                return fused.fused_lm_head(functools.partial(fused.run, call), *args, **kwargs)
+            with_head = kwargs.pop("with_head", None)
+            return call(*args, **kwargs) if with_head is None else fused.run(call, *args, with_head=with_head, **kwargs)
 
-        self._wrapped = types.MethodType(forward, model)
-        model.forward = self._wrapped
-        setattr(model, _ATTRIBUTE, self)
+        forward.wrapped = wrapped  # pyright: ignore[reportAttributeAccessIssue] - a function
+        self.model.forward = types.MethodType(forward, self.model)
+        self._forwards.append(self.model.forward)
+
+    def is_outermost(self) -> bool:
+        """True if no other wrapper encloses our forward, except accelerate's, which passes all calls on."""
+        # accelerate stores the forward inside its wrapper as `_original_forward`.
+        return self._forwards[-1] in (self.model.forward, vars(self.model).get("_original_forward"))
+
+    def uninstall(self) -> None:
+        """Undo every `install` after the first, as far as no other wrapper encloses it."""
+        while len(self._forwards) > 1 and self._is_called():
+            self._unwrap()
+
+    def _is_called(self) -> bool:
+        return vars(self.model).get("forward") == self._forwards[-1]
+
+    def _unwrap(self) -> None:
+        """Undo the last `install`."""
+        wrapped = _method_of(self.model, self._forwards.pop().wrapped)
+        if getattr(wrapped, "__func__", None) is type(self.model).forward:
+            del self.model.forward  # the class's forward becomes visible again
+        else:
+            self.model.forward = wrapped
 
     @property
     def options(self) -> LogitOptions:
@@ -240,32 +276,28 @@ class FusedHead:
         """
         if _ATTRIBUTE not in vars(self.model):
             return
-        if vars(self.model).get("forward") != self._wrapped:
+        if len(self._forwards) > 1 or not self._is_called():
             raise HeadError("FusedHead.remove: model.forward must be the one that fuse_head installed, got another one")
-        if getattr(self._forward, "__func__", None) is type(self.model).forward:
-            del self.model.forward  # the class's forward becomes visible again
-        else:
-            self.model.forward = self._forward
+        self._unwrap()
         delattr(self.model, _ATTRIBUTE)
 
-    def _call(self, *args: Any, with_head: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-        if with_head is None:
-            return self._forward(*args, **kwargs)
+    def run(self, forward: Callable[..., Any], *args: Any, with_head: Callable[..., Any], **kwargs: Any) -> Any:
+        """Call the model's `forward` with `with_head` in place of its head, and return a HeadOutput."""
         if isinstance(with_head, _Probe):
-            return self._forward_with(with_head.function, *args, **kwargs)
+            return self._forward_with(forward, with_head.function, *args, **kwargs)
         if kwargs.get("labels") is not None:
             Checks("fuse_head").fail("labels", "None in a call with with_head, which makes no logits", kwargs["labels"])
         self.head = self.model.get_output_embeddings()
         options = self._options
         if options is None or self.is_outdated():
-            options = self.measure(self._call)  # calling self.model would run its hooks a second time
+            options = self.measure(functools.partial(self.run, forward))  # self.model would run its hooks twice
         captured: list[Tensor] = []
 
         def capture(hidden: Tensor) -> Tensor:
             captured.append(hidden)
             return hidden.new_zeros(*hidden.shape[:-1], 1)  # [B, T, 1], in place of the logits
 
-        output = self._forward_with(capture, *args, **kwargs)
+        output = self._forward_with(forward, capture, *args, **kwargs)
         # With a device_map, `with_head` gets the hidden states on the device of the model's inputs, where its targets
         # are. The losses move all of them to the device of the head, and the results back.
         inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *captured)
@@ -276,14 +308,16 @@ class FusedHead:
 
         return HeadOutput(call_inside(self.head, function, captured[0]), output)
 
-    def _forward_with(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward with `function` in place of its head. The hooks of the head do not fire."""
+    def _forward_with(
+        self, forward: Callable[..., Any], function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run `forward` with `function` in place of the model's head. The hooks of the head do not fire."""
         parents = [(m, name) for m in self.model.modules() for name, x in m._modules.items() if x is self.head]
         stand_in = _StandIn(self.head, function)
         try:
             for module, name in parents:
                 module._modules[name] = stand_in
-            output = self._forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         finally:
             for module, name in parents:
                 module._modules[name] = self.head
@@ -314,6 +348,12 @@ class FusedHead:
                 with_head=_Probe(function),
             )
         return output.logits
+
+
+def _method_of(model: Any, forward: Any) -> Any:
+    """Return the forward as a method of `model`, which may be a deep copy of the model that it belongs to."""
+    function = getattr(forward, "__func__", None)
+    return forward if function is None else types.MethodType(function, model)
 
 
 class _Probe(NamedTuple):

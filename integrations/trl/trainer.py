@@ -21,6 +21,7 @@ from gspo_kernels.validation import Checks, Unquoted, warn_once
 
 from ..backwards import BackwardSettings
 from ..huggingface import HeadError, base_model, fuse_head, is_fused
+from ..huggingface.fused_head import fused_head_of
 from .config import (
     ASKS_THE_MODEL,
     LEVELS,
@@ -32,7 +33,7 @@ from .config import (
     warn_of_settings_that_never_clip,
 )
 from .logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
-from .model_forward import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
+from .model_forward import ModelLogProbs
 
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
 _MODELS = "_gspo_models"  # the attribute of a trainer that holds its transformers models
@@ -198,9 +199,9 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings) -> Tra
         vars(base)[_USERS].add(trainer)
     earlier = vars(trainer).get(_MODELS, [])  # `trainer.model` may be a new one
     setattr(trainer, _MODELS, list(dict.fromkeys([*models, *earlier])))
-    for base in models:
-        if ASKS_THE_MODEL and not is_wrapped(base):
-            wrap_forward(base)
+    for head in heads:
+        if ASKS_THE_MODEL and not head.is_outermost():
+            head.install()
     if not ASKS_THE_MODEL and METHOD not in vars(trainer):
         replace_method(trainer, METHOD, _LogProbs(trainer))
     previous = vars(trainer).get(_SETTINGS)
@@ -251,10 +252,14 @@ def restore_trainer(trainer: Trainer) -> Trainer:
             _use_settings(others[0], [base])
             continue
         delattr(base, _USERS)
-        unwrap_forward(base)
+        fused = fused_head_of(base)
+        if fused is None:
+            continue
+        fused.fused_lm_head = None
+        fused.uninstall()
         if not users.fused_before:
             with contextlib.suppress(HeadError):  # enclosed by another wrapper
-                fuse_head(base).remove()
+                fused.remove()
     return trainer
 
 
@@ -270,8 +275,10 @@ def _warn_of_overridden_log_probs(place: str, kind: type[GRPOTrainer], stackleve
 def _use_settings(trainer: Any, models: list[Any]) -> None:
     """Make the models use the trainer's settings. Another trainer may share them."""
     for model in models:
-        setattr(model, SETTINGS, ModelSettings(trainer.temperature, vars(trainer)[_SETTINGS]))
-        if ASKS_THE_MODEL and not is_wrapped(model):
+        fused = fused_head_of(model)
+        if fused is not None and ASKS_THE_MODEL:
+            fused.fused_lm_head = ModelLogProbs(trainer.temperature, vars(trainer)[_SETTINGS])
+        if ASKS_THE_MODEL and (fused is None or not fused.is_outermost()):
             warn_once(
                 "accelerate_trainer: the forward of the model was replaced after the call, for example by another "
                 "trainer of the model. Call accelerate_trainer(trainer) again",

@@ -24,9 +24,9 @@ from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.self_check import verdict
 from gspo_kernels.integrations import backwards
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
+from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
 from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL
-from gspo_kernels.integrations.trl.model_forward import is_wrapped
 
 BUDGET = 1e-2
 KEYS = [f"gspo/{name}" for name in METRICS]
@@ -262,10 +262,10 @@ def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     make_trainer(GRPOTrainer, first.model, tmp_path, **options)  # TRL replaces the forward of its model
     with pytest.warns(UserWarning, match="forward of the model was replaced .* Call accelerate_trainer.trainer. again"):
         first.train()
-    assert not is_wrapped(first.model)
+    assert not fuse_head(first.model).is_outermost()
     accelerate_trainer(first)
     first.train()
-    assert is_wrapped(first.model)
+    assert fuse_head(first.model).is_outermost()
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

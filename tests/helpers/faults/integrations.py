@@ -553,7 +553,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "restore_trainer leaves the model's forward": (
         "restore_trainer",
-        "unwrap_forward(base)",
+        "fused.remove()",
         "pass",
         "trainers/trl_restore::test_a_restored_trainer_is_a_stock_trainer[True-False]",
     ),
@@ -570,8 +570,8 @@ FAULTS: dict[str, Fault] = {
         "trainers/trl_restore::test_a_model_that_the_user_fused_stays_fused",
     ),
     "an enclosed forward still computes log-probs after restore_trainer": (
-        "unwrap_forward",
-        "vars(model).pop(SETTINGS, None)",
+        "restore_trainer",
+        "fused.fused_lm_head = None",
         "pass",
         "trainers/trl_restore::test_a_forward_inside_autocast_passes_calls_on",
     ),
@@ -612,8 +612,8 @@ FAULTS: dict[str, Fault] = {
         "trainers/trl_restore::test_a_copy_of_a_trainers_model_can_be_trained[False-deepcopy]",
     ),
     "a pickled model counts as fused": (
-        "lost_to_pickle",
-        "method.__func__ is type(method.__self__).forward",
+        "fused_head_of",
+        "fused._forwards[-1].__func__ is type(model).forward",
         "False",
         "huggingface::test_a_copied_model_has_its_own_fused_head[pickled]",
     ),

@@ -11,7 +11,7 @@ from .inputs.head import HeadArguments, head_rows, moved
 from .inputs.lm_head import device_map, weight_of
 from .inputs.policy import PolicyArguments, policy_rows
 from .objective import Objective, names_misplaced_fields
-from .ops import loss as operators
+from .ops.loss import fused_loss_op
 from .outputs import LossOutput, loss_output, work_metrics
 from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
 from .validation import TensorChecks
@@ -170,9 +170,8 @@ def gspo_fused_loss(
             compared.update(head_values(head_arguments, head))
             compared.update(policy_values(policy_arguments, policy, unmasked))
 
-    result = operators.fused_loss(
-        head.rows, policy.rows, objective, head.gradient_budget, head.cache_bytes, head.backend
-    )
+    # PyTorch calls the body of `fused_loss_op` with tensors and numbers: see ops/tuples.py.
+    result = fused_loss_op(head.rows, policy.rows, objective, head.gradient_budget, head.cache_bytes, head.backend)
 
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .inputs.compared import head_values
 from .inputs.head import HeadArguments, head_rows, moved
 from .inputs.lm_head import device_map, weight_of
-from .ops import head as operators
+from .ops.head import linear_log_probs_op
 from .outputs import LogProbOutput
 from .ranks.agreement import same_on_all_ranks, vocabulary_group
 from .validation import TensorChecks
@@ -113,7 +113,7 @@ def linear_log_probs(
         if compared is not None:
             compared.update(head_values(arguments, head))
 
-    out = operators.linear_log_probs(head.rows, head.gradient_budget, head.cache_bytes, head.backend).head
+    out = linear_log_probs_op(head.rows, head.gradient_budget, head.cache_bytes, head.backend).head
 
     shape = target_ids.shape
     result = LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)

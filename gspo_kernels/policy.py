@@ -12,7 +12,7 @@ from .inputs.compared import policy_values
 from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, policy_rows
 from .objective import Objective, names_misplaced_fields
-from .ops import loss as operators
+from .ops.loss import policy_loss_op
 from .outputs import LossOutput, loss_output
 from .ranks.agreement import process_group, same_on_all_ranks
 from .validation import TensorChecks
@@ -128,7 +128,7 @@ def policy_loss(
             compared.update(log_probs=log_probs, entropy=entropy, mask=unmasked, backend=backend)
             compared["whether log_probs and entropy need a gradient"] = needs
 
-    result = operators.policy_loss(
+    result = policy_loss_op(
         log_probs.reshape(-1),
         None if entropy is None else entropy.reshape(-1),
         unmasked.reshape(-1),

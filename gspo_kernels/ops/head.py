@@ -1,4 +1,4 @@
-"""The operators of a head: `linear_log_probs`, and `head_backward`, the backward of all operators with a head."""
+"""The operators of a head: `linear_log_probs_op`, and `head_backward_op`, the backward of all operators with a head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tuples import Operator, restore, save
 Gradients = dict[str, Tensor | None]  # by the name of the operator's argument
 
 
-# -- linear_log_probs
+# -- log-probs
 
 
 class LogProbsResult(NamedTuple):
@@ -29,7 +29,7 @@ class LogProbsResult(NamedTuple):
 
 
 @Operator
-def linear_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, backend: str) -> LogProbsResult:
+def linear_log_probs_op(head: HeadRows, gradient_budget: float, cache_bytes: int, backend: str) -> LogProbsResult:
     """Compute log-probs and entropies of rows. Both are differentiable."""
     kernels = implementation(backend)
     rows = kernels.cache_rows(head, cache_bytes) if cache_bytes else 0
@@ -37,7 +37,7 @@ def linear_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, b
     return LogProbsResult(*kernels.forward_and_keep(head, gradient_budget > 0, cache))
 
 
-@linear_log_probs.fake
+@linear_log_probs_op.fake
 def fake_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, backend: str) -> LogProbsResult:
     log_probs = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden.dtype))  # [N]
     entropy = log_probs.new_empty(log_probs.shape[0] if head.entropy else 0)
@@ -47,14 +47,14 @@ def fake_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, bac
     return LogProbsResult(result, kept)
 
 
-def _save_linear_log_probs(ctx: Any, inputs: list[Any], result: LogProbsResult) -> None:
+def _save_log_probs(ctx: Any, inputs: list[Any], result: LogProbsResult) -> None:
     """Save the inputs and the result for the backward."""
     head, ctx.gradient_budget, _, ctx.backend = inputs
     ctx.mark_non_differentiable(result.head.shift, result.head.log_total, *result.kept)
     save(ctx, head, *result)
 
 
-def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: dict[str, bool]) -> Gradients:
+def _differentiate_log_probs(ctx: Any, upstream: LogProbsResult, needs: dict[str, bool]) -> Gradients:
     """Compute the gradients of the head's operands from the gradients of log-probs and entropies."""
     head, result, kept = restore(ctx)
     d_log_probs, d_entropy = upstream.head.log_probs, upstream.head.entropy if head.entropy else None
@@ -73,15 +73,15 @@ def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: d
     needed = needed_gradients(needs)
     every = all_columns(head.hidden.device)
     budget = ctx.gradient_budget
-    out = head_backward(head, result, kept, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
+    out = head_backward_op(head, result, kept, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
     metrics.record_backward(out.work, d_hidden=needed.hidden, d_weight=needed.weight)
     return by_argument(out.gradients, needed)
 
 
-linear_log_probs.autograd(_save_linear_log_probs, _differentiate_linear_log_probs)
+linear_log_probs_op.autograd(_save_log_probs, _differentiate_log_probs)
 
 
-# -- head_backward
+# -- the backward
 
 
 def all_columns(device: torch.device) -> LiveTiles:
@@ -101,7 +101,7 @@ class BackwardResult(NamedTuple):
 
 
 @Operator
-def head_backward(
+def head_backward_op(
     head: HeadRows,
     result: HeadResult,
     kept: Kept,
@@ -134,7 +134,7 @@ def head_backward(
     return BackwardResult(HeadGradients(*[head.hidden.new_empty(0) if x is None else x for x in gradients]), work)
 
 
-@head_backward.fake
+@head_backward_op.fake
 def _fake_gradients(
     head: HeadRows,
     result: HeadResult,
@@ -155,7 +155,7 @@ def _fake_gradients(
     return BackwardResult(gradients, head.hidden.new_empty(0 if gradient_budget is None else 6, dtype=torch.float64))
 
 
-head_backward.no_autograd(
+head_backward_op.no_autograd(
     lambda head, result, kept, d_log_probs, d_entropy, live_tiles, gradient_budget, needs, backend: (
         "gspo_fused_loss" if gradient_budget is None else "linear_log_probs"
     )

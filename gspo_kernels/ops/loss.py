@@ -1,4 +1,4 @@
-"""The operators of a loss: `policy_loss` from log-probs, and `fused_loss` from hidden states."""
+"""The operators of a loss: `policy_loss_op` from log-probs, and `fused_loss_op` from hidden states."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..backends.precision import multiply_no_nan, without_autocast
 from ..backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
 from ..layout import segment_sum, sequence_of_row
 from ..objective import Objective
-from .head import Gradients, all_columns, by_argument, fake_log_probs, head_backward, needed_gradients
+from .head import Gradients, all_columns, by_argument, fake_log_probs, head_backward_op, needed_gradients
 from .tuples import Operator, restore, save
 
-# -- policy_loss
+# -- the loss of log-probs
 
 
 @Operator
-def policy_loss(
+def policy_loss_op(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective, backend: str
 ) -> PolicyResult:
     """Compute the loss of rows, and its coefficients and metrics. Only the loss is differentiable."""
@@ -31,7 +31,7 @@ def policy_loss(
         return kernels.policy_forward(log_probs, entropy, mask, policy, objective)
 
 
-@policy_loss.fake
+@policy_loss_op.fake
 def _fake_policy(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective, backend: str
 ) -> PolicyResult:
@@ -45,70 +45,55 @@ def _fake_policy(
     )
 
 
-class _LogProbs(NamedTuple):
-    """Log-probs that the backward of `policy_loss` passes to `scale`. Nothing else reads them."""
-
-    log_probs: Tensor  # [N]
-
-
-class _Coefficients(NamedTuple):
-    """Derivatives of the loss. The backward multiplies them by the upstream gradient."""
-
-    coefficient: Tensor  # [N] d(loss)/d(log_prob)
-    entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0]
-
-
 def _save_policy_loss(ctx: Any, inputs: list[Any], result: PolicyResult) -> None:
     """Save the coefficients for the backward."""
     log_probs, *_ = inputs
     ctx.mark_non_differentiable(*(x for name, x in result._asdict().items() if name != "loss"))
-    save(ctx, _LogProbs(log_probs), _Coefficients(result.coefficient, result.entropy_coefficient))
+    ctx.save_for_backward(log_probs, result.coefficient, result.entropy_coefficient)
 
 
 def _differentiate_policy_loss(ctx: Any, upstream: PolicyResult, needs: dict[str, bool]) -> Gradients:
     """Compute the gradients of log-probs and entropies from the gradient of the loss."""
     if upstream.loss is None:
         return {}
-    (log_probs,), (coefficient, entropy_coefficient) = restore(ctx)
-    scaled = scale(log_probs, coefficient, entropy_coefficient, upstream.loss)
+    log_probs, coefficient, entropy_coefficient = ctx.saved_tensors
+    scaled = scale_op(log_probs, coefficient, entropy_coefficient, upstream.loss)
     has_entropy = needs["entropy"] and scaled.entropy.numel() > 0
     return {"log_probs": scaled.log_probs, "entropy": scaled.entropy if has_entropy else None}
 
 
-policy_loss.autograd(_save_policy_loss, _differentiate_policy_loss)
+policy_loss_op.autograd(_save_policy_loss, _differentiate_policy_loss)
 
 
-# -- scale
+# -- the upstream gradient
 
 
-class ScaledCoefficients(NamedTuple):
-    """Gradients with respect to log-probs and entropies."""
+class Coefficients(NamedTuple):
+    """Derivatives of the loss, or of what the caller computes from it."""
 
     log_probs: Tensor  # [N]
-    entropy: Tensor  # [N], or [0]
+    entropy: Tensor  # [N]; [0] without an entropy bonus
 
 
 @Operator
-def scale(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor) -> ScaledCoefficients:
+def scale_op(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor) -> Coefficients:
     """Multiply the coefficients by the upstream gradient.
 
     `log_probs` is not used. As a parameter, it puts this operator, which has no derivative, into the graph of a double
     backward, which therefore raises an error. Without it, a double backward would silently lack a term.
     """
-    return ScaledCoefficients(multiply_no_nan(coefficient, d_loss), multiply_no_nan(entropy_coefficient, d_loss))
+    return Coefficients(multiply_no_nan(coefficient, d_loss), multiply_no_nan(entropy_coefficient, d_loss))
 
 
-@scale.fake
-def _fake_scale(
-    log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor
-) -> ScaledCoefficients:
-    return ScaledCoefficients(torch.empty_like(coefficient), torch.empty_like(entropy_coefficient))
+@scale_op.fake
+def _fake_scale(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor) -> Coefficients:
+    return Coefficients(torch.empty_like(coefficient), torch.empty_like(entropy_coefficient))
 
 
-scale.no_autograd(lambda *_: "policy_loss")
+scale_op.no_autograd(lambda *_: "policy_loss")
 
 
-# -- fused_loss
+# -- the loss of hidden states
 
 
 class FusedResult(NamedTuple):
@@ -122,7 +107,7 @@ class FusedResult(NamedTuple):
 
 
 @Operator
-def fused_loss(
+def fused_loss_op(
     head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, cache_bytes: int, backend: str
 ) -> FusedResult:
     """Compute log-probs and loss of rows, and choose the cells of the backward. Only the loss is differentiable."""
@@ -172,7 +157,7 @@ def _has_gradient(mask: Tensor, loss: PolicyResult) -> Tensor:
     return mask & has_gradient
 
 
-@fused_loss.fake
+@fused_loss_op.fake
 def _fake_fused(
     head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, cache_bytes: int, backend: str
 ) -> FusedResult:
@@ -195,7 +180,7 @@ def _save_fused_loss(ctx: Any, inputs: list[Any], result: FusedResult) -> None:
     head, *_, ctx.backend = inputs
     _, *details = result.policy
     ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work, *result.kept)
-    coefficients = _Coefficients(result.policy.coefficient, result.policy.entropy_coefficient)
+    coefficients = Coefficients(result.policy.coefficient, result.policy.entropy_coefficient)
     save(ctx, head, result.head, coefficients, result.live_tiles, result.kept)
 
 
@@ -204,12 +189,12 @@ def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, 
     d_loss = upstream.policy.loss
     if d_loss is None:
         return {}
-    head, result, (coefficient, entropy_coefficient), live_tiles, kept = restore(ctx)
-    d_entropy = multiply_no_nan(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
+    head, result, of_loss, live_tiles, kept = restore(ctx)
+    d_entropy = multiply_no_nan(of_loss.entropy, d_loss) if of_loss.entropy.numel() else None
     needed = needed_gradients(needs)
-    d_log_probs = multiply_no_nan(coefficient, d_loss)
-    out = head_backward(head, result, kept, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
+    d_log_probs = multiply_no_nan(of_loss.log_probs, d_loss)
+    out = head_backward_op(head, result, kept, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
     return by_argument(out.gradients, needed)
 
 
-fused_loss.autograd(_save_fused_loss, _differentiate_fused_loss)
+fused_loss_op.autograd(_save_fused_loss, _differentiate_fused_loss)

@@ -55,7 +55,7 @@ def _group(kind: Any) -> Group:
 
 
 class Operator(Generic[P, R]):
-    """The operator `gspo_kernels::<name of the function>`, made from a function.
+    """The operator `gspo_kernels::<name>`, made from a function `<name>_op`.
 
     The parameters of the function are tensors, scalars, named tuples of tensors and scalars, or an `Objective`. The
     result is a named tuple of tensors and named tuples of tensors. Names in the schema join parameter and field: the
@@ -80,7 +80,7 @@ class Operator(Generic[P, R]):
         inputs = ", ".join([*(f"{_ARGUMENTS[hints[name]]} {name}" for name in self.arguments[:-1]), "str text"])
         # A result is never None: gradients that are not needed are empty tensors.
         outputs = ", ".join(["Tensor"] * sum(len(group.hints) for group in self._outputs))
-        name = function.__name__  # pyright: ignore[reportAttributeAccessIssue] - it is a function
+        name = function.__name__.removesuffix("_op")  # pyright: ignore[reportAttributeAccessIssue] - it is a function
         self.name = f"{NAMESPACE}::{name}"
         self.function = {"fused_loss": "gspo_fused_loss"}.get(name, name)  # the public function, for messages
         self.op: Any = torch.library.custom_op(

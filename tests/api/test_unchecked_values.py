@@ -164,10 +164,9 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
 
 def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above does not run this function: fake tensors run the operator's fake implementation."""
-    from gspo_kernels.backends.rows import PolicyRows
+    from gspo_kernels.backends.rows import PolicyResult, PolicyRows
     from gspo_kernels.backends.torch.sequence import policy_forward
     from gspo_kernels.metrics import NAMES
-    from gspo_kernels.ops import loss as ops
 
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     sample = make_sample(1)
@@ -176,9 +175,9 @@ def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest
     def record(*args: Any) -> Any:
         calls.append(args)
         zero = torch.zeros(())
-        return ops.PolicyResult(zero, zero, zero, zero, torch.zeros(len(NAMES)))
+        return PolicyResult(zero, zero, zero, zero, torch.zeros(len(NAMES)))
 
-    monkeypatch.setattr(ops, "policy_loss", record)
+    monkeypatch.setattr("gspo_kernels.policy.policy_loss_op", record)
     lp = torch.randn(sample.target_ids.shape)
     keep = {name: sample.options[name] for name in ("mask", "old_log_probs", "ref_log_probs")}
     policy_loss(lp, sample.advantages, entropy=lp.abs(), objective=objective, **keep)

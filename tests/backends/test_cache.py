@@ -25,7 +25,7 @@ from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.rows import Kept
 from gspo_kernels.backends.triton import backward, gradient_rows
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.ops import head as operators
+from gspo_kernels.ops.head import linear_log_probs_op
 
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -41,7 +41,7 @@ def log_probs_and_gradients(head: Any, upstream: Any, backend: str, cache_bytes:
         n for n in ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight") if getattr(head, n) is not None
     ]
     leaves = {n: getattr(head, n).detach().requires_grad_() for n in names}
-    result = operators.linear_log_probs(head._replace(**leaves), 0.0, cache_bytes, backend).head
+    result = linear_log_probs_op(head._replace(**leaves), 0.0, cache_bytes, backend).head
     outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})
     gradients = torch.autograd.grad(
         list(outputs.values()), list(leaves.values()), [x for x in upstream if x is not None]

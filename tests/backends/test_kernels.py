@@ -400,16 +400,16 @@ except ValueError as error:
 def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(operand: str, backend: str) -> None:
     from torch._subclasses import FakeTensorMode
 
-    from gspo_kernels.ops.head import all_columns, head_backward
+    from gspo_kernels.ops.head import all_columns, head_backward_op
 
     head = head_rows(20, 24, 70)
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
     result, kept = dispatch.implementation(backend).forward_and_keep(head)
     live = all_columns(torch.device("cpu"))
-    args = head_backward.flatten((head, result, kept, torch.ones(20), None, live, None, NEEDS, backend))
-    real = head_backward.op(*args)
+    args = head_backward_op.flatten((head, result, kept, torch.ones(20), None, live, None, NEEDS, backend))
+    real = head_backward_op.op(*args)
     with FakeTensorMode() as mode:
-        fake = head_backward.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+        fake = head_backward_op.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
     assert [x.stride() for x in real] == [x.stride() for x in fake]
 
 

@@ -37,7 +37,7 @@ from gspo_kernels.backends.precision import add_product
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.benchmarks import peaked
 from gspo_kernels.layout import segment_sum
-from gspo_kernels.ops import head as operators
+from gspo_kernels.ops.head import linear_log_probs_op
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device", "cached_memory_is_returned")]
 
@@ -246,7 +246,7 @@ def test_an_adapter_product_has_the_same_bits_in_every_batch(device: torch.devic
 
 def log_probs_of(head: HeadRows) -> Tensor:
     hidden = head.hidden.detach().requires_grad_()
-    return operators.linear_log_probs(head._replace(hidden=hidden), 0.0, 0, "triton").head.log_probs.detach()
+    return linear_log_probs_op(head._replace(hidden=hidden), 0.0, 0, "triton").head.log_probs.detach()
 
 
 def misaligned(x: Tensor) -> Tensor:

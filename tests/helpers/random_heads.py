@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gspo_kernels.backends.rows import HeadRows
 from gspo_kernels.layout import accumulator
-from gspo_kernels.ops.head import linear_log_probs
+from gspo_kernels.ops.head import linear_log_probs_op
 from gspo_kernels.reference import token_log_probs
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -176,7 +176,7 @@ def take_rows(head: HeadRows, rows: Any) -> HeadRows:
 def by_kernels(head: HeadRows, upstream: Upstream) -> Tensors:
     """Return outputs and gradients of the Triton kernels, through the operator and its autograd."""
     leaves = {n: x.detach().requires_grad_() for n in LEAVES if (x := getattr(head, n)) is not None}
-    result = linear_log_probs(head._replace(**leaves), 0.0, 0, "triton").head
+    result = linear_log_probs_op(head._replace(**leaves), 0.0, 0, "triton").head
     outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})
     d_outputs = [x for x in upstream if x is not None]
     gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), d_outputs)

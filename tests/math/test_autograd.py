@@ -130,9 +130,9 @@ def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
 
 
 OPERATORS = {
-    "linear_log_probs": head_operators.linear_log_probs,
-    "policy_loss": loss_operators.policy_loss,
-    "fused_loss": loss_operators.fused_loss,
+    "linear_log_probs": head_operators.linear_log_probs_op,
+    "policy_loss": loss_operators.policy_loss_op,
+    "fused_loss": loss_operators.fused_loss_op,
 }
 
 

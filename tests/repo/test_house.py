@@ -102,7 +102,7 @@ for package in (gspo_kernels, copy):
     log_probs = package.linear_log_probs(h, head, ids).log_probs
     (out.loss + package.policy_loss(log_probs, torch.tensor([1.0, -1.0]), old_log_probs=old).loss).backward()
     results.append((out.loss.detach(), h.grad))
-    op = sys.modules[f"{package.__name__}.ops.loss"].fused_loss.op
+    op = sys.modules[f"{package.__name__}.ops.loss"].fused_loss_op.op
     assert op._qualname == f"{package.__name__}::fused_loss", op._qualname
 assert all(torch.equal(a, b) for a, b in zip(*results)), results
 assert copy.Objective is not gspo_kernels.Objective

@@ -158,7 +158,7 @@ FAULTS: dict[str, Fault] = {
         "cache::test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward[torch]",
     ),
     "the budget of log-probs spent twice": (
-        "head_backward",
+        "head_backward_op",
         "kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)",
         "kernels.choose(head, result, d_log_probs, kept, cell, 2 * gradient_budget)",
         "cache::test_log_probs_drop_at_most_the_budget",

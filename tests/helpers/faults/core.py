@@ -8,12 +8,12 @@ OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "gradient x 1.01": (
         "_differentiate_fused_loss",
-        "d_log_probs = multiply_no_nan(coefficient, d_loss)",
-        "d_log_probs = multiply_no_nan(coefficient, 1.01 * d_loss)",
+        "d_log_probs = multiply_no_nan(of_loss.log_probs, d_loss)",
+        "d_log_probs = multiply_no_nan(of_loss.log_probs, 1.01 * d_loss)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "upstream gradient ignored": (
-        "scale",
+        "scale_op",
         "multiply_no_nan(coefficient, d_loss)",
         "coefficient",
         "parity::test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise[torch-False-gspo]",
@@ -31,20 +31,20 @@ FAULTS: dict[str, Fault] = {
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "gradients of masked log-probs reach the head": (
-        "_differentiate_linear_log_probs",
+        "_differentiate_log_probs",
         "d_log_probs = torch.where(head.mask, d_log_probs, 0)",
         "pass",
         "edges::test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence[triton-0.0]",
     ),
     "gradients of masked entropies reach the head": (
-        "_differentiate_linear_log_probs",
+        "_differentiate_log_probs",
         "d_entropy = torch.where(head.mask, d_entropy, 0)",
         "pass",
         "edges::test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence[triton-0.0]",
     ),
     "entropy gradient dropped": (
         "_differentiate_fused_loss",
-        "d_entropy = multiply_no_nan(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None",
+        "d_entropy = multiply_no_nan(of_loss.entropy, d_loss) if of_loss.entropy.numel() else None",
         "d_entropy = None",
         f"{OBJECTIVE}[torch-padded-entropy-bonus]",
     ),

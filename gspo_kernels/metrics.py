@@ -6,7 +6,7 @@ are metrics too, so `combine` can turn each mean back into its sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ DIVISORS = {
 }
 
 
-def combine(parts: Sequence[Mapping[str, Tensor]], group: Any = None) -> dict[str, Tensor]:
+def combine(parts: Iterable[Mapping[str, Tensor]], group: Any = None) -> dict[str, Tensor]:
     """Combine metrics of micro-batches, and of the ranks of a group, into the metrics of one undivided batch.
 
     The mean over micro-batches is wrong if they have different numbers of tokens or sequences. This function weights
@@ -85,12 +85,17 @@ def combine(parts: Sequence[Mapping[str, Tensor]], group: Any = None) -> dict[st
     """
     check = TensorChecks("combine")
     group = process_group(check, "group", group)
-    first = next(iter(parts[0].values()), None) if parts and isinstance(parts[0], Mapping) else None
+    # One dict would be an iterable of names.
+    is_list = isinstance(parts, Iterable) and not isinstance(parts, Mapping | Tensor | str)
+    listed = list(parts) if is_list else []
+    first = next(iter(listed[0].values()), None) if listed and isinstance(listed[0], Mapping) else None
     with same_on_all_ranks(check, {"group": group}, first) as compared:
-        names = _names(check, parts)
+        if not is_list:
+            check.fail("parts", "a list of metrics", Unquoted(f"a {type(parts).__name__}"), TypeError)
+        names = _names(check, listed)
         if compared is not None:
             compared["the keys of parts"] = names
-    table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in parts])
+    table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in listed])
     combined = _combined(names, table)  # [metrics]
     if group is not None:
         combined = _combined(names, gather(combined, group.group_name))
@@ -109,11 +114,15 @@ def _names(check: TensorChecks, parts: Sequence[Mapping[str, Tensor]]) -> list[s
             got = Unquoted(f"a {type(part).__name__}")
             check.fail("parts", "dicts of metrics, such as LossOutput.metrics", got, TypeError)
         for name, value in part.items():
+            if not isinstance(name, str):
+                check.fail("parts", "dicts with the names of metrics as keys", name, TypeError)
             if not isinstance(value, Tensor) or value.ndim:
                 check.fail(f"{name} in parts", "a tensor []", value, TypeError)
         for name in part.keys() ^ parts[0].keys():
             check.fail("parts", "dicts with the same keys", Unquoted(f"{name!r} only in some"))
     names = list(parts[0])
+    if not names:
+        check.fail("parts", "dicts with at least one metric", Unquoted("empty ones"))
     for name in names:
         if name not in SUMS and not _components(name) and _divisor(name) is None:
             check.fail("parts", "metrics of gspo_kernels", Unquoted(repr(name)))

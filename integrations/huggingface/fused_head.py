@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, placed_by_accelerate, take_apart
-from gspo_kernels.validation import Checks, dtype_name
+from gspo_kernels.validation import Checks, Unquoted, dtype_name
 
 from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
 
@@ -43,7 +44,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
 
     A second call returns the same FusedHead. If the head is replaced, resized or hooked later, or a number of the model
     or its configuration changes (`logit_scale`, `final_logit_softcapping`), the next call of the model with `with_head`
-    measures and checks the head again.
+    measures and checks the head again. A hook of the head must always do the same: if it begins to change the logits in
+    another way, nothing notices it.
 
     `copy.deepcopy` copies the model with its FusedHead. Pickle, and so `torch.save` of the model, keeps no instance's
     forward: call this function on the loaded model.
@@ -255,18 +257,25 @@ class FusedHead:
     def _identity(self) -> tuple[Any, ...]:
         """Return everything that the options depend on: the head, and the numbers of the model and its configuration.
 
-        Numbers whose name ends in "_id" are left out. Trainers set them, and they do not change logits.
+        A number is also a NumPy number, or a tensor without dimensions: its version stands for its value, because
+        reading it would make the host wait. Numbers whose name ends in "_id" are left out. Trainers set them, and they
+        do not change logits.
         """
         config = self.model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         owners = (self.model, getattr(self.model, "base_model", self.model), config, text)
-        numbers = [
-            (name, x)
-            for owner in owners
-            for name, x in vars(owner).items()
-            if isinstance(x, int | float) and not isinstance(x, bool) and not name.endswith("_id")
-        ]
-        return *identity(self.head), *numbers
+        attributes = [(name, x) for owner in owners for name, x in vars(owner).items() if not name.endswith("_id")]
+        numbers = [(name, x) for name, x in attributes if isinstance(x, Number) and not isinstance(x, bool)]
+        tensors = [(name, x) for name, x in attributes if isinstance(x, Tensor) and x.ndim == 0]
+        for own in (self.model._parameters, self.model._buffers):
+            tensors += [(name, x) for name, x in own.items() if x is not None and x.ndim == 0]
+        trained = [name for name, x in tensors if x.requires_grad]
+        if trained:
+            raise HeadError(
+                f"fuse_head: {trained[0]} of {type(self.model).__name__} must not be trained, because the scale of "
+                "logits gets no gradient from the losses, got requires_grad=True"
+            )
+        return *identity(self.head), *numbers, *((name, _Same(x), x._version) for name, x in tensors)
 
     def remove(self) -> None:
         """Restore the model's forward. A second call does nothing.
@@ -285,6 +294,9 @@ class FusedHead:
         """Call the model's `forward` with `with_head` in place of its head, and return a HeadOutput."""
         if isinstance(with_head, _Probe):
             return self._forward_with(forward, with_head.function, *args, **kwargs)
+        if not callable(with_head):
+            got = Unquoted(f"a {type(with_head).__name__}")
+            Checks("fuse_head").fail("with_head", "a function of hidden states, head and options", got, TypeError)
         if kwargs.get("labels") is not None:
             Checks("fuse_head").fail("labels", "None in a call with with_head, which makes no logits", kwargs["labels"])
         self.head = self.model.get_output_embeddings()
@@ -354,6 +366,18 @@ def _method_of(model: Any, forward: Any) -> Any:
     """Return the forward as a method of `model`, which may be a deep copy of the model that it belongs to."""
     function = getattr(forward, "__func__", None)
     return forward if function is None else types.MethodType(function, model)
+
+
+class _Same:
+    """A tensor that equals only itself: `==` of tensors compares their values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.tensor is self.tensor
+
+    __hash__ = object.__hash__
 
 
 class _Probe(NamedTuple):

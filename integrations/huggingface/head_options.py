@@ -178,8 +178,11 @@ def _in_mode(modules: list[Any], training: bool) -> Iterator[None]:
 
 
 def identity(head: Any) -> tuple[Any, ...]:
-    """Return everything that measured options depend on: the head, its columns, its patched forward and its hooks."""
-    return id(head), _columns(head), id(vars(head).get("forward")), *(id(hook) for hook in _hooks(head))
+    """Return everything that measured options depend on: the head, its columns, its patched forward and its hooks.
+
+    These are the objects themselves: the id of a removed hook may be that of the next one.
+    """
+    return head, _columns(head), vars(head).get("forward"), *_hooks(head)
 
 
 def _hooks(head: Any) -> Iterator[Any]:

@@ -25,7 +25,7 @@ CHECKPOINT = {
     "running": dict.fromkeys(("count", "mean", "variance"), (Tensor, type(None))),
     "sizes": {"metrics.jsonl": int, "samples.jsonl": int},
 }
-DESCRIPTIONS = {int: "a whole number >= 0", dict: "keys with values", list: "a list", str: "a text"}
+DESCRIPTIONS = {int: "a whole number >= 0", float: "a number", dict: "keys with values", list: "a list", str: "a text"}
 
 
 class WriteError(TrainingError):
@@ -55,7 +55,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         state: Any = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # both raise many kinds of errors for a damaged file
         reason = str(error).strip().split("\n")[0]
-        raise InputError(f"resume: {path} cannot be read: {reason or type(error).__name__}") from error
+        raise InputError(
+            f"resume: {path} cannot be read, so it is not a complete checkpoint: {reason or type(error).__name__}. "
+            "overwrite=true starts the run again"
+        ) from error
     if damaged:
         raise InputError(f"resume: {path} is damaged: the checksum of its record {damaged} is wrong")
     check_form(f"resume: {path}", state, CHECKPOINT)
@@ -69,7 +72,8 @@ def check_form(where: str, value: Any, form: Any, name: str = "its content") -> 
         InputError: a value differs from `form`. The message begins with `where`.
     """
     kind = dict if isinstance(form, dict) else form
-    if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+    accepted = int | float if kind is float else kind
+    if not isinstance(value, accepted) or isinstance(value, bool) or (kind is int and value < 0):
         shown = " ".join(repr(value).split())
         shown = shown if len(shown) < 80 else f"{shown[:80]}..."
         raise InputError(f"{where}: expected {name} to be {DESCRIPTIONS.get(kind, 'a tensor')}, got {shown}")
@@ -91,12 +95,12 @@ def replacing(path: Path) -> Iterator[Path]:
         with naming(path):
             remove(partial)  # of a process that was killed
             yield partial
-            if partial.is_dir() and path.is_dir():  # a folder replaces only an empty folder
+            if partial.is_dir() and path.exists():  # a folder replaces only an empty folder
                 remove(replaced)
                 path.rename(replaced)
             partial.replace(path)
     finally:
-        if replaced.is_dir() and not path.exists():
+        if replaced.exists() and not path.exists():
             replaced.rename(path)
         with suppress(OSError):  # an error of the block is the one to raise
             remove(partial)

@@ -140,6 +140,7 @@ class TrainConfig:
                 read()
         except ValueError as error:
             raise InputError(str(error)) from error
+        require("threads", self.threads < 2**15, "a number below 32,768")
         divides = size % self.updates_per_rollout == 0
         answers = f"the {size} answers of a rollout (prompts_per_step * group_size)"
         require("updates_per_rollout", divides, f"a divisor of {answers}")

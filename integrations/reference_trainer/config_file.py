@@ -154,14 +154,14 @@ def read_config(
 
 
 def options_of_file(path: Path) -> dict[str, Any]:
-    """Read options from a YAML or JSON file."""
+    """Read options from a YAML or JSON file, without keys that begin with "x-", which may hold anchors."""
     try:
         options = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(options, Mapping):
         raise InputError(f"--config {path}: expected keys and values, got {type(options).__name__}")
-    options = dict(options)
+    options = {name: value for name, value in options.items() if not str(name).startswith("x-")}
     if from_python := options.pop(RECORD, {}).get("from_python"):
         raise InputError(
             f"--config {path}: expected all options of a run, but its {' and '.join(from_python)} came from Python. To "
@@ -256,6 +256,8 @@ def steps_of(value: Any) -> tuple[Step, ...]:
         ((name, options),) = (
             call.items() if isinstance(call, Mapping) else [call if isinstance(call, Step) else (call, {})]
         )
+        if not isinstance(options, Mapping | None):
+            raise TypeError
         steps.append(Step(name, {key: number(x) for key, x in (options or {}).items()}))
     return tuple(steps)
 

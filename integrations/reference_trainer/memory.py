@@ -115,6 +115,6 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
             f"{config.total_updates} per seed",
             f"# {size} answers per update, in {size // (config.micro_batch_size or size)} micro-batches",
             f"# the loss has {backward.describe(device)}",
-            f"# predicted memory in MiB, without activations: {sum(parts.values()):,.1f} ({listed})",
+            f"# predicted memory in MiB, at most and without activations: {sum(parts.values()):,.1f} ({listed})",
         ]
     )

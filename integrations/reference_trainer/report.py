@@ -33,6 +33,8 @@ except ImportError:  # not on Windows
     fcntl = None
 
 Row = dict[str, Any]  # one line of metrics.jsonl
+# Numbers in the line of each step that the summary of a run needs.
+SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
 
 
 def lacks_signal(row: Row) -> bool:
@@ -272,6 +274,10 @@ class RunFolder:
         steps = [row["step"] for row in rows]
         if not steps or steps != list(range(len(steps))) or "eval_reward" not in rows[0]:
             raise InputError(f"{self.metrics}: expected seed {seed} to have a line for each step from 0, got {steps}")
+        for row in rows:
+            needed = SUMMARIZED if row["step"] else ()
+            needed += ("eval_reward",) * ("eval_reward" in row)
+            check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, dict.fromkeys(needed, float))
         return rows
 
     def save_model(self, policy: Policy, seed: int) -> Path:
@@ -325,7 +331,7 @@ def read_rows(metrics: Path, size: int | None = None) -> list[Row]:
     for number, line in enumerate(text[:size].splitlines(), start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{metrics}, line {number}: expected a JSON object, got {line[:60]!r}") from error
         check_form(f"{metrics}, line {number}", row, {"seed": int, "step": int})
         rows.append(row)

@@ -77,7 +77,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         refuse("resume", "the folder of a run, with a config.json", got)
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"resume: {path} cannot be read: {error}") from error
     check_form(f"resume: {path}", options, {"seeds": list, "steps": int})  # options that every run has
     then = options.pop(RECORD, {})

@@ -19,8 +19,8 @@ from ..tasks import Example, RewardBatch, Task, batches
 from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
-from .checkpoints import WriteError
-from .config import TrainConfig
+from .checkpoints import CHECKPOINT, WriteError
+from .config import InputError, TrainConfig
 from .data import Reward
 from .loading import pick_device, policy_of_seed, set_seed
 from .measures import numbers_of_step
@@ -147,8 +147,13 @@ class Training:
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint: weights, optimizer, and the files as they were."""
         rows = self.folder.rows_of(self.seed, saved["sizes"]["metrics.jsonl"])
+        if rows[-1]["step"] != saved["step"]:
+            raise InputError(
+                f"resume: expected the metrics of seed {self.seed} to end with step {saved['step']}, at which the "
+                f"checkpoint was written, got step {rows[-1]['step']}"
+            )
         self.optimizer.load(saved["optimizer"])
-        self.running = RunningMoments(**saved["running"])
+        self.running = RunningMoments(**{name: saved["running"][name] for name in CHECKPOINT["running"]})
         self.folder.open(saved["sizes"])  # removes what was written after the checkpoint, now that all else is right
         self.step = saved["step"]
         self.rows = rows

@@ -14,7 +14,8 @@ MERGE = "tag:yaml.org,2002:merge"
 
 def read_yaml(path: Path) -> Any:
     """Read a YAML file. Raise a ValueError for a duplicate key: PyYAML would silently keep its last value."""
-    return yaml.load(path.read_text(), _UniqueKeyLoader)
+    with path.open(encoding="utf-8") as file:
+        return yaml.load(file, _UniqueKeyLoader)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -24,7 +25,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         names = [self.construct_object(key) for key, _ in node.value if _is_plain(key)]
         for name in names:
             if names.count(name) > 1:
-                Checks("from_roll").fail(str(name), "given once", Unquoted("it twice"))
+                Checks(self.name).fail(str(name), "given once", Unquoted("it twice"))
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

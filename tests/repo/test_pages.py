@@ -18,7 +18,8 @@ from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 from gspo_kernels.tools.cli import app
 
 ROOT = DOCS.parent
-# What happens to each block, in the order of the page. "run" and "gspo" run it here, "install" looks for its extras in
+# What happens to each block, in the order of the page. "run" and "gspo" run it here, "options" loads
+# it as a file of options, "install" looks for its extras in
 # pyproject.toml, "example" for its files in examples/, which have tests of their own, and "copy" for the block in a
 # trainer's page or scale.md. "benchmark" checks the names in commands that take long. Everything else is the test that
 # runs the block.
@@ -49,7 +50,7 @@ BLOCKS = {
         *["repo/test_docs.py"] * 3,
     ],
     "tasks.md": ["repo/test_pages.py::test_the_trainers_manual_runs", "run", "run"],
-    "trainer.md": ["repo/test_pages.py::test_the_trainers_manual_runs"],
+    "trainer.md": ["repo/test_pages.py::test_the_trainers_manual_runs", "options"],
     "trainers/megatron.md": ["trainers/test_megatron.py"],
     "trainers/ms_swift.md": ["trainers/test_ms_swift.py"] * 2,
     "trainers/openrlhf.md": ["trainers/test_openrlhf.py"] * 2,
@@ -88,6 +89,9 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
         for command in code.splitlines():
             result = CliRunner().invoke(app, command.split()[1:])
             assert result.exit_code == 0, result.output
+    elif runner == "options":
+        Path("options.yaml").write_text(code)
+        assert not CliRunner().invoke(app, ["train", "--config", "options.yaml", "--dry-run"]).exit_code
     elif runner == "install":
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         (wanted,) = re.findall(r"^pip install '?\.(?:\[([\w,]+)\])?'?$", code, re.MULTILINE)

@@ -47,10 +47,14 @@ class Sample:
         return replace(self, options={**self.options, **options})
 
 
-def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[LossOutput, dict[str, Tensor]]:
-    """Compute values and gradients of the fused loss on the device under test."""
-    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
-    out = gspo_fused_loss(
+def new_leaves(sample: Sample) -> dict[str, Tensor]:
+    """Return copies of the sample's leaves without history or gradient. They share the memory of the originals."""
+    return {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
+
+
+def call_fused(sample: Sample, leaves: dict[str, Tensor], backend: str = "auto", **options: Any) -> LossOutput:
+    """Call the fused loss on the device under test, with `leaves` in place of the sample's."""
+    return gspo_fused_loss(
         leaves["hidden"],
         leaves["weight"],
         sample.target_ids,
@@ -61,6 +65,12 @@ def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[Lo
         **sample.options,
         **options,
     )
+
+
+def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[LossOutput, dict[str, Tensor]]:
+    """Compute values and gradients of the fused loss on the device under test."""
+    leaves = new_leaves(sample)
+    out = call_fused(sample, leaves, backend, **options)
     return out, gradients(out.loss, leaves)
 
 

@@ -26,7 +26,6 @@ from helpers.samples import make_sample
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
-from gspo_kernels.advantages import group_advantages
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 B, T, H, V = 2, 3, 4, 7  # padded
@@ -115,6 +114,10 @@ def replace_forward(module: nn.Linear) -> None:
     module.forward = lambda input: input  # as accelerate's hooks do
 
 
+def add_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
 def sharded_away(module: nn.Linear) -> nn.Linear:
     module.weight = nn.Parameter(torch.ones(0))
     return module
@@ -127,37 +130,27 @@ T_, V_ = TypeError, ValueError
 KINDS: dict[str, Kind] = {
     # -- hidden states
     "hidden-list": Kind({"hidden": [[1.0]]}, T_, "hidden", "tensor [B, T, H] or [N, H]", "list"),
-    "hidden-numpy": Kind({"hidden": np.zeros((B, T, H))}, T_, "hidden", "tensor", "ndarray"),
     "hidden-none": Kind({"hidden": None}, T_, "hidden", "tensor", "None"),
     "hidden-1d": Kind({"hidden": torch.ones(H)}, V_, "hidden", "[B, T, H] or [N, H]", "[4]"),
-    "hidden-4d": Kind({"hidden": torch.ones(1, B, T, H)}, V_, "hidden", "[B, T, H] or [N, H]", "[1, 2, 3, 4]"),
     "hidden-integers": Kind({"hidden": torch.ones(B, T, H, dtype=torch.int64)}, T_, "hidden", "float32", "int64"),
-    "hidden-complex": Kind({"hidden": torch.ones(B, T, H, dtype=torch.complex64)}, T_, "hidden", "float32", "complex"),
     "hidden-no-width": Kind({"hidden": torch.ones(B, T, 0)}, V_, "", "", "[2, 3, 0]"),
     "hidden-width": Kind({"hidden": torch.ones(B, T, H + 1)}, V_, "lm_head", "H = 5", "[7, 4]"),
     # -- target ids
-    "ids-list": Kind({"target_ids": [[1, 2, 3]] * B}, T_, "target_ids", "tensor [2, 3] like hidden", "list"),
     "ids-shape": Kind({"target_ids": ids()[:, :2]}, V_, "target_ids", "[2, 3] like hidden", "[2, 2]"),
-    "ids-flat": Kind({"target_ids": ids().flatten()}, V_, "target_ids", "[2, 3] like hidden", "[6]"),
     "ids-int32": Kind({"target_ids": ids().int()}, T_, "target_ids", "int64", "int32"),
     "ids-device": Kind({"target_ids": ids().to(META)}, V_, "target_ids", "on cpu", "meta"),
     "ids-too-large": Kind({"target_ids": ids(V, V + 3)}, V_, "target_ids", "between 0 and 6", "[7, 10]"),
     "ids-negative": Kind({"target_ids": ids(-1)}, V_, "target_ids", "between 0 and 6", "[-1]"),
-    "ids-ignored-but-counted": Kind({"target_ids": ids(-100)}, V_, "target_ids", "where mask is true", "[-100]"),
     "ids-in-padded-vocabulary": Kind(
         {"target_ids": ids(5), "vocab_size": 5}, V_, "target_ids", "between 0 and 4", "[5]"
     ),
     # -- mask
-    "mask-list": Kind({"mask": [[1, 1, 1]] * B}, T_, "mask", "tensor [2, 3]", "list"),
     "mask-shape": Kind({"mask": torch.ones(B, 1)}, V_, "mask", "[2, 3]", "[2, 1]"),
     "mask-dtype": Kind({"mask": torch.ones(B, T, dtype=torch.complex64)}, T_, "mask", "bool", "complex64"),
     "mask-device": Kind({"mask": torch.ones(B, T, device=META)}, V_, "mask", "on cpu", "meta"),
     "mask-two": Kind({"mask": tokens(2, torch.int64)}, V_, "mask", "0 or 1", "2"),
-    "mask-half": Kind({"mask": tokens(0.5)}, V_, "mask", "0 or 1", "0.5"),
-    "mask-nan": Kind({"mask": tokens(NAN)}, V_, "mask", "0 or 1", "nan"),
     # -- head
     "head-none": Kind({"lm_head": None}, T_, "lm_head", "[V, H] with H = 4", "None"),
-    "head-numpy": Kind({"lm_head": np.zeros((V, H))}, T_, "lm_head", "[V, H] with H = 4", "ndarray"),
     "head-list-under-autocast": Kind(
         {"lm_head": [[0.0] * H] * V}, T_, "lm_head", "[V, H] with H = 4", "list", autocast=True
     ),
@@ -171,7 +164,6 @@ KINDS: dict[str, Kind] = {
     "head-float32-body-half": Kind(
         {"hidden": torch.ones(B, T, H, dtype=torch.float16)}, T_, "lm_head", "pass hidden.float()", "float32"
     ),
-    "head-module-mixed-dtypes": Kind({"lm_head": linear().bfloat16()}, T_, "lm_head", "float32", "bfloat16"),
     "head-float64-under-autocast": Kind(
         {"lm_head": torch.ones(V, H, dtype=torch.float64)}, T_, "lm_head", "dtype", "float64", autocast=True
     ),
@@ -191,14 +183,11 @@ KINDS: dict[str, Kind] = {
         "empty tensor [0]",
     ),
     "head-embedding": Kind({"lm_head": nn.Embedding(V, H)}, T_, "lm_head", "nn.Linear", "Embedding"),
-    "head-sequential": Kind({"lm_head": nn.Sequential(linear())}, T_, "lm_head", "nn.Linear", "Sequential"),
     "head-subclass-with-another-forward": Kind(
         {"lm_head": DoublingLinear(H, V)}, T_, "lm_head", "nn.Linear", "DoublingLinear"
     ),
     "head-with-replaced-forward": Kind({"lm_head": linear(replace_forward)}, T_, "lm_head", "nn.Linear", "forward"),
-    "head-with-forward-hook": Kind(
-        {"lm_head": linear(lambda m: m.register_forward_hook(lambda *_: None))}, T_, "lm_head", "nn.Linear", "hook"
-    ),
+    "head-with-forward-hook": Kind({"lm_head": linear(add_hook)}, T_, "lm_head", "nn.Linear", "hook"),
     "head-with-pre-hook": Kind(
         {"lm_head": linear(lambda m: m.register_forward_pre_hook(lambda *_: None))}, T_, "lm_head", "nn.Linear", "hook"
     ),
@@ -210,36 +199,26 @@ KINDS: dict[str, Kind] = {
         "hook",
     ),
     # -- bias
-    "bias-list": Kind({"bias": [0.0] * V}, T_, "bias", "[V] = [7]", "list"),
-    "bias-list-under-autocast": Kind({"bias": [0.0] * V}, T_, "bias", "[V] = [7]", "list", autocast=True),
     "bias-shape": Kind({"bias": torch.ones(H)}, V_, "bias", "[V] = [7]", "[4]"),
     "bias-dtype": Kind({"bias": torch.ones(V, dtype=torch.float64)}, T_, "bias", "float32", "float64"),
     "bias-device": Kind({"bias": torch.ones(V, device=META)}, V_, "bias", "on cpu", "meta"),
     "bias-twice": Kind({"lm_head": linear(bias=True), "bias": torch.ones(V)}, V_, "bias", "lm_head has a bias", "[7]"),
-    "bias-list-twice": Kind({"lm_head": linear(bias=True), "bias": [0.0]}, V_, "bias", "lm_head has a bias", ""),
     # -- options of the head
     "scale-zero": Kind({"logit_scale": 0.0}, V_, "logit_scale", "other than 0", "0.0"),
     "scale-nan": Kind({"logit_scale": NAN}, V_, "logit_scale", "finite", "nan"),
     "scale-inf": Kind({"logit_scale": INF}, V_, "logit_scale", "finite", "inf"),
+    "scale-beyond-float32": Kind({"logit_scale": 1e300}, V_, "logit_scale", "finite", "1e+300"),
+    "scale-huge-int": Kind({"logit_scale": 10**400}, V_, "logit_scale", "finite", "type int"),
     "scale-text": Kind({"logit_scale": "1"}, T_, "logit_scale", "number", "'1'"),
-    "scale-bool": Kind({"logit_scale": True}, T_, "logit_scale", "number", "True"),
-    "scale-tensor": Kind({"logit_scale": torch.ones(())}, T_, "logit_scale", "number", "tensor"),
     "scale-large-tensor": Kind({"logit_scale": torch.ones(60, 60)}, T_, "logit_scale", "number", "ensor"),
     "softcap-zero": Kind({"logit_softcap": 0}, V_, "logit_softcap", "> 0", "0"),
-    "softcap-negative": Kind({"logit_softcap": -30.0}, V_, "logit_softcap", "> 0", "-30.0"),
-    "softcap-nan": Kind({"logit_softcap": NAN}, V_, "logit_softcap", "> 0", "nan"),
-    "softcap-text": Kind({"logit_softcap": "30"}, T_, "logit_softcap", "number", "'30'"),
+    "softcap-subnormal": Kind({"logit_softcap": 1e-45}, V_, "logit_softcap", "within float32", "e-45"),
     "vocabulary-zero": Kind({"vocab_size": 0}, V_, "vocab_size", "between 1 and the 7 rows", "0"),
     "vocabulary-too-large": Kind({"vocab_size": V + 1}, V_, "vocab_size", "between 1 and the 7 rows", "8"),
     "vocabulary-float": Kind({"vocab_size": 7.0}, T_, "vocab_size", "int", "7.0"),
     "vocabulary-bool": Kind({"vocab_size": True}, T_, "vocab_size", "int", "True"),
     "temperature-zero": Kind({"temperature": 0}, V_, "temperature", "> 0", "0"),
-    "temperature-negative": Kind({"temperature": -1.0}, V_, "temperature", "> 0", "-1.0"),
-    "temperature-nan": Kind({"temperature": NAN}, V_, "temperature", "> 0", "nan"),
-    "temperature-inf": Kind({"temperature": INF}, V_, "temperature", "finite", "inf"),
     "temperature-text": Kind({"temperature": "1.0"}, T_, "temperature", "number", "'1.0'"),
-    "temperature-bool": Kind({"temperature": True}, T_, "temperature", "number", "True"),
-    "temperature-list": Kind({"temperature": [1.0]}, T_, "temperature", "tensor", "[1.0]"),
     "temperature-per-sequence": Kind({"temperature": torch.ones(B)}, V_, "temperature", "[2, 3]", "[2]"),
     "temperature-integers": Kind({"temperature": torch.tensor(1)}, T_, "temperature", "float32", "int64"),
     "temperature-trained": Kind(
@@ -247,16 +226,10 @@ KINDS: dict[str, Kind] = {
     ),
     "temperature-device": Kind({"temperature": torch.ones((), device=META)}, V_, "temperature", "on cpu", "meta"),
     "temperature-tensor-zero": Kind({"temperature": torch.zeros(())}, V_, "temperature", "> 0 where mask is true", "0"),
-    "temperature-per-token-nan": Kind({"temperature": tokens(NAN)}, V_, "temperature", "where mask is true", "nan"),
-    "entropy-text": Kind({"entropy": "yes"}, T_, "entropy", "True or False", "'yes'", functions=WITH_HEAD),
-    "entropy-tensor": Kind({"entropy": tokens(1)}, T_, "entropy", "True or False", "ensor", functions=WITH_HEAD),
     "entropy-none": Kind({"entropy": None}, T_, "entropy", "True or False", "None", functions=WITH_HEAD),
     # -- advantages
-    "advantages-list": Kind({"advantages": [1.0, -1.0]}, T_, "advantages", "[B] = [2]", "list"),
-    "advantages-numpy": Kind({"advantages": np.ones(B)}, T_, "advantages", "[B] = [2]", "ndarray"),
     "advantages-integers": Kind({"advantages": torch.ones(B, dtype=torch.int64)}, T_, "advantages", "float32", "int64"),
     "advantages-shape": Kind({"advantages": torch.ones(T)}, V_, "advantages", "[B] = [2]", "[3]"),
-    "advantages-scalar": Kind({"advantages": torch.ones(())}, V_, "advantages", "[B] = [2]", "[]"),
     "advantages-packed-shape": Kind(
         {"advantages": torch.ones(S + 1)}, V_, "advantages", "[S] = [2] or [N] = [5]", "[3]", packed=True
     ),
@@ -264,8 +237,6 @@ KINDS: dict[str, Kind] = {
     "advantages-nan": Kind(
         {"advantages": torch.tensor([NAN, 1])}, V_, "advantages", "finite where mask is true", "nan"
     ),
-    "advantages-inf": Kind({"advantages": torch.tensor([1, -INF])}, V_, "advantages", "finite", "-inf"),
-    "advantages-per-token-nan": Kind({"advantages": tokens(NAN)}, V_, "advantages", "finite where mask is true", "nan"),
     # -- sequences
     "offsets-decreasing": Kind(
         {"cu_seqlens": torch.tensor([0, 4, 2, N])}, V_, "cu_seqlens", "non-decreasing", "[0, 4, 2, 5]", packed=True
@@ -289,7 +260,6 @@ KINDS: dict[str, Kind] = {
         {"cu_seqlens": torch.tensor([0.0, 2, N])}, T_, "cu_seqlens", "int32 or int64", "float32", packed=True
     ),
     "offsets-2d": Kind({"cu_seqlens": torch.tensor([[0, 2, N]])}, V_, "cu_seqlens", "[S + 1]", "[1, 3]", packed=True),
-    "offsets-list": Kind({"cu_seqlens": [0, 2, N]}, T_, "cu_seqlens", "[S + 1]", "list", packed=True),
     "offsets-device": Kind(
         {"cu_seqlens": torch.zeros(3, dtype=torch.int32, device=META)}, V_, "cu_seqlens", "on cpu", "meta", packed=True
     ),
@@ -326,18 +296,12 @@ KINDS: dict[str, Kind] = {
     "log-probs-half": Kind({"log_probs": tokens(-1, torch.float16)}, T_, "log_probs", "linear_log_probs", "float16"),
     "log-probs-list": Kind({"log_probs": [[0.0]]}, T_, "log_probs", "tensor [B, T]", "list"),
     "log-probs-3d": Kind({"log_probs": torch.ones(B, T, V)}, V_, "log_probs", "[B, T]", "[2, 3, 7]"),
-    "log-probs-integers": Kind({"log_probs": ids()}, T_, "log_probs", "float32 or float64", "int64"),
     "old-bfloat16": Kind(
         {"old_log_probs": tokens(-1, torch.bfloat16)}, T_, "old_log_probs", "float32 or float64", "bfloat16"
     ),
-    "old-float16": Kind({"old_log_probs": tokens(-1, torch.float16)}, T_, "old_log_probs", "float32", "float16"),
     "old-shape": Kind({"old_log_probs": torch.ones(B, T + 1)}, V_, "old_log_probs", "[2, 3], one per token", "[2, 4]"),
-    "old-per-sequence": Kind({"old_log_probs": torch.ones(B)}, V_, "old_log_probs", "[2, 3], one per token", "[2]"),
-    "old-integers": Kind({"old_log_probs": ids()}, T_, "old_log_probs", "float32 or float64", "int64"),
-    "old-list": Kind({"old_log_probs": [[0.0] * T] * B}, T_, "old_log_probs", "[2, 3]", "list"),
     "old-device": Kind({"old_log_probs": torch.ones(B, T, device=META)}, V_, "old_log_probs", "on cpu", "meta"),
     "ref-bfloat16": Kind({"ref_log_probs": tokens(-1, torch.bfloat16)}, T_, "ref_log_probs", "float32", "bfloat16"),
-    "ref-shape": Kind({"ref_log_probs": torch.ones(T, B)}, V_, "ref_log_probs", "[2, 3]", "[3, 2]"),
     "ref-missing": Kind({"objective": Objective(kl_coef=0.1)}, V_, "ref_log_probs", "objective.kl_coef > 0", "None"),
     "rollout-missing": Kind(
         {"objective": CORRECTED, "old_log_probs": tokens(-1)}, V_, "rollout_log_probs", "given", "None"
@@ -348,13 +312,6 @@ KINDS: dict[str, Kind] = {
         "old_log_probs",
         "given",
         "None",
-    ),
-    "rollout-shape": Kind(
-        {"objective": CORRECTED, "old_log_probs": tokens(-1), "rollout_log_probs": torch.zeros(2)},
-        V_,
-        "rollout_log_probs",
-        "one per token",
-        "[2]",
     ),
     "rollout-nan": Kind(
         {"objective": CORRECTED, "old_log_probs": tokens(-1), "rollout_log_probs": tokens(NAN)},
@@ -370,8 +327,7 @@ KINDS: dict[str, Kind] = {
     "weights-packed-shape": Kind({"token_weights": torch.ones(S)}, V_, "token_weights", "[5]", "[2]", packed=True),
     "weights-integers": Kind({"token_weights": ids()}, T_, "token_weights", "float32", "int64"),
     "weights-negative": Kind({"token_weights": tokens(-0.5)}, V_, "token_weights", ">= 0 where mask", "-0.5"),
-    "weights-nan": Kind({"token_weights": tokens(NAN)}, V_, "token_weights", ">= 0 where mask", "nan"),
-    "weights-list": Kind({"token_weights": [1.0]}, T_, "token_weights", "[2, 3]", "list"),
+    "weights-inf": Kind({"token_weights": tokens(INF)}, V_, "token_weights", ">= 0 where mask", "inf"),
     "weights-device": Kind({"token_weights": torch.ones(B, T, device=META)}, V_, "token_weights", "on cpu", "meta"),
     # -- the loss
     "entropy-missing": Kind(
@@ -386,23 +342,14 @@ KINDS: dict[str, Kind] = {
         {"entropy": tokens(1, torch.bfloat16)}, T_, "entropy", "float32 or float64", "bfloat16", functions=POLICY
     ),
     "entropy-shape": Kind({"entropy": torch.ones(B)}, V_, "entropy", "like log_probs", "[2]", functions=POLICY),
-    "entropy-flag": Kind({"entropy": True}, T_, "entropy", "like log_probs", "bool", functions=POLICY),
     "objective-dict": Kind({"objective": {"clip_low": 0.1}}, T_, "objective", "Objective", "dict"),
-    "objective-name": Kind({"objective": "gspo"}, T_, "objective", "Objective", "str"),
-    "objective-none": Kind({"objective": None}, T_, "objective", "Objective", "None"),
     "normalizer-zero": Kind({"normalizer": 0}, V_, "normalizer", "> 0", "0"),
-    "normalizer-negative": Kind({"normalizer": -4.0}, V_, "normalizer", "> 0", "-4.0"),
     "normalizer-nan": Kind({"normalizer": NAN}, V_, "normalizer", "finite", "nan"),
-    "normalizer-text": Kind({"normalizer": "4"}, T_, "normalizer", "number", "'4'"),
-    "normalizer-bool": Kind({"normalizer": True}, T_, "normalizer", "number", "True"),
+    "normalizer-subnormal": Kind({"normalizer": 1e-50}, V_, "normalizer", "> 0", "1e-50"),
     "normalizer-tensor-zero": Kind({"normalizer": torch.tensor(0.0)}, V_, "normalizer", "> 0", "0.0"),
     "normalizer-tensor-zero-int": Kind({"normalizer": torch.tensor(0)}, V_, "normalizer", "> 0", "0"),
-    "normalizer-tensor-negative": Kind({"normalizer": torch.tensor(-4.0)}, V_, "normalizer", "> 0", "-4.0"),
-    "normalizer-tensor-nan": Kind({"normalizer": torch.tensor(NAN)}, V_, "normalizer", "finite", "nan"),
     "normalizer-tensor-inf": Kind({"normalizer": torch.tensor(math.inf)}, V_, "normalizer", "finite", "inf"),
     "normalizer-tensor-zero-fp16": Kind({"normalizer": torch.tensor(0.0).half()}, V_, "normalizer", "> 0", "0.0"),
-    "normalizer-tensor-fp16": Kind({"normalizer": torch.tensor(1e5).half()}, V_, "normalizer", "finite", "inf"),
-    "normalizer-tensor-bf16": Kind({"normalizer": torch.tensor(1e39).bfloat16()}, V_, "normalizer", "finite", "inf"),
     "kl-normalizer-tensor-zero": Kind({"kl_normalizer": torch.tensor(0)}, V_, "kl_normalizer", "> 0", "0"),
     "normalizer-1d": Kind({"normalizer": torch.ones(1)}, V_, "normalizer", "no dimension", "[1]"),
     "normalizer-bool-tensor": Kind({"normalizer": torch.tensor(True)}, T_, "normalizer", "float32", "bool"),
@@ -411,18 +358,14 @@ KINDS: dict[str, Kind] = {
         {"kl_normalizer": 2.0}, V_, "kl_normalizer", "None, because objective.kl_coef is 0", "2.0"
     ),
     "old-log-probs-positive": Kind({"old_log_probs": tokens(0.3)}, V_, "old_log_probs", "<= 0 where mask", "0.3"),
-    "old-log-probs-inf": Kind({"old_log_probs": tokens(INF)}, V_, "old_log_probs", "<= 0 where mask", "inf"),
     "ref-log-probs-positive": Kind({"ref_log_probs": tokens(2.0)}, V_, "ref_log_probs", "<= 0 where mask", "2.0"),
     "log-probs-positive": Kind({"log_probs": tokens(0.3)}, V_, "log_probs", "<= 0 where mask", "0.3"),
     "rollout-log-probs-positive": Kind(
         {"rollout_log_probs": tokens(1.5), "objective": CORRECTED}, V_, "rollout_log_probs", "<= 0 where mask", "1.5"
     ),
     "entropy-negative": Kind({"entropy": tokens(-0.3)}, V_, "entropy", ">= 0 where mask", "-0.3", functions=POLICY),
-    "kl-normalizer-zero": Kind({"kl_normalizer": 0.0}, V_, "kl_normalizer", "> 0", "0.0"),
-    "kl-normalizer-1d": Kind({"kl_normalizer": torch.ones(B)}, V_, "kl_normalizer", "no dimension", "[2]"),
     "budget": Kind({"gradient_budget": 1.0}, V_, "gradient_budget", "below 1", "1.0"),
     "budget-negative": Kind({"gradient_budget": -1e-3}, V_, "gradient_budget", "0 (exact)", "-0.001"),
-    "budget-nan": Kind({"gradient_budget": NAN}, V_, "gradient_budget", "below 1", "nan"),
     "budget-bonus": Kind(
         {"gradient_budget": 1e-3, "objective": Objective(entropy_coef=0.1)},
         V_,
@@ -430,9 +373,7 @@ KINDS: dict[str, Kind] = {
         "0 with an entropy bonus",
         "0.001",
     ),
-    "budget-text": Kind({"gradient_budget": "0"}, T_, "gradient_budget", "number", "'0'"),
     "backend-unknown": Kind({"backend": "cuda"}, V_, "backend", "'auto', 'torch', 'triton'", "'cuda'"),
-    "backend-none": Kind({"backend": None}, V_, "backend", "'auto', 'torch', 'triton'", "None"),
 }
 
 
@@ -491,38 +432,23 @@ def test_a_bad_input_is_named_and_nothing_is_written(kind: Kind, function: Calla
     assert fingerprint(inputs) == before
 
 
-def test_the_good_inputs_are_accepted(backend: str) -> None:
-    for packed in (False, True):
-        for function in FUNCTIONS.values():
-            function(**accepted(function, good_inputs(packed)), backend=backend)
-
-
 OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "ratio": ({"ratio": "sentence"}, V_, "ratio", "'sequence', 'sequence-token', 'token'", "'sentence'"),
-    "ratio-none": ({"ratio": None}, V_, "ratio", "'sequence'", "None"),
     "surrogate": ({"surrogate": "clamp"}, V_, "surrogate", "'clip'", "'clamp'"),
     "aggregation": ({"aggregation": "mean"}, V_, "aggregation", "'token-mean'", "'mean'"),
     "kl-estimator": ({"kl_estimator": "k4"}, V_, "kl_estimator", "'k1', 'k2', 'k3'", "'k4'"),
     "kl-aggregation": ({"kl_aggregation": "sum"}, V_, "kl_aggregation", "'token-mean'", "'sum'"),
     "kl-ratio-factor": ({"kl_ratio_factor": 1}, T_, "kl_ratio_factor", "True or False", "1"),
-    "clip-low-negative": ({"clip_low": -0.1}, V_, "clip_low", "< 1", "-0.1"),
     "clip-low-one": ({"clip_low": 1.0}, V_, "clip_low", "< 1", "1.0"),
     "clip-low-nan": ({"clip_low": NAN}, V_, "clip_low", "< 1", "nan"),
     "clip-low-text": ({"clip_low": "3e-4"}, T_, "clip_low", "number", "'3e-4'"),
     "clip-low-bool": ({"clip_low": False}, T_, "clip_low", "number", "False"),
     "clip-high-negative": ({"clip_high": -1e-9}, V_, "clip_high", ">= 0", "-1e-09"),
-    "clip-high-none": ({"clip_high": None}, T_, "clip_high", "number", "None"),
-    "clip-high-tensor": ({"clip_high": torch.tensor(0.2)}, T_, "clip_high", "number", "tensor"),
     "dual-clip-one": ({"dual_clip": 1.0}, V_, "dual_clip", "> 1", "1.0"),
-    "dual-clip-text": ({"dual_clip": "3"}, T_, "dual_clip", "number", "'3'"),
     "delta-inside-window": ({"clip_high": 0.2, "delta": 1.2}, V_, "delta", "1 + clip_high", "1.2"),
     "kl-coef-negative": ({"kl_coef": -0.1}, V_, "kl_coef", ">= 0", "-0.1"),
-    "kl-coef-inf": ({"kl_coef": INF}, V_, "kl_coef", "finite", "inf"),
-    "entropy-coef-nan": ({"entropy_coef": NAN}, V_, "entropy_coef", "finite", "nan"),
     "length-norm-missing": ({"aggregation": "seq-mean-token-sum-norm"}, V_, "length_norm", "number", "None"),
     "length-norm-missing-for-kl": ({"kl_aggregation": "seq-mean-token-sum-norm"}, V_, "length_norm", "number", "None"),
-    "length-norm-zero": ({"length_norm": 0}, V_, "length_norm", "> 0", "0"),
-    "length-norm-text": ({"length_norm": "4096"}, T_, "length_norm", "number", "'4096'"),
     "rollout-correction": ({"rollout_correction": "tis"}, T_, "rollout_correction", "RolloutCorrection", "'tis'"),
     "no-rollout-correction": ({"rollout_correction": ()}, T_, "rollout_correction", "at least one", "()"),
     "rollout-correction-list": (
@@ -540,8 +466,8 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "dppo-delta": ({"surrogate": "dppo_tv", "ratio": "token", "delta": 3.0}, V_, "delta", "'dppo_tv'", "3.0"),
     "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", ">= 1e-30", "0"),
     "clip-high-beyond-float32": ({"clip_high": 1e39}, V_, "clip_high", "within float32", "1e+39"),
-    "dual-clip-beyond-float32": ({"dual_clip": 1e300}, V_, "dual_clip", "within float32", "1e+300"),
     "clip-high-fraction": ({"clip_high": Fraction(10**400)}, V_, "clip_high", "within float32", "type Fraction"),
+    "dual-clip-huge-int": ({"dual_clip": 10**400}, V_, "dual_clip", "> 1", "type int"),
     "sapo-temperature-tiny": ({"sapo_temperature_pos": 1e-31}, V_, "sapo_temperature_pos", "1e-30", "1e-31"),
     "dual-clip-unread": ({"surrogate": "cispo", "dual_clip": 3.0}, V_, "dual_clip", "surrogate='cispo'", "3.0"),
     "delta-unread": ({"surrogate": "none", "delta": 3.0}, V_, "delta", "surrogate='none'", "3.0"),
@@ -572,42 +498,6 @@ def test_a_field_of_the_objective_as_an_argument_is_named(function: Callable[...
         function(**accepted(function, good_inputs()), cliplow=1e-3)
 
 
-GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
-    "rewards-list": ({"rewards": [1.0, 0.0]}, T_, "rewards", "tensor [B]", "list"),
-    "rewards-integers": ({"rewards": torch.tensor([1, 0, 0, 1])}, T_, "rewards", "float32", "int64"),
-    "rewards-2d": ({"rewards": torch.ones(2, 2)}, V_, "rewards", "[B]", "[2, 2]"),
-    "group-size-zero": ({"group_size": 0}, V_, "group_size", ">= 1", "0"),
-    "group-size-no-divisor": ({"group_size": 3}, V_, "group_size", "divisor of the 4 rewards", "3"),
-    "group-size-float": ({"group_size": 2.0}, T_, "group_size", "int", "2.0"),
-    "group-size-bool": ({"group_size": True}, T_, "group_size", "int", "True"),
-    "eps-negative": ({"eps": -1e-6}, V_, "eps", ">= 0", "-1e-06"),
-    "eps-nan": ({"eps": NAN}, V_, "eps", ">= 0", "nan"),
-    "eps-text": ({"eps": "0"}, T_, "eps", "number", "'0'"),
-    "scale-unknown": ({"scale": "std"}, V_, "scale", "'group', 'leave-one-out', 'batch', 'none'", "'std'"),
-    "baseline-none": ({"baseline": None}, V_, "baseline", "'mean', 'leave-one-out', 'none'", "None"),
-    "ddof-two": ({"ddof": 2}, V_, "ddof", "0 or 1", "2"),
-    "no-groups": ({"group_size": None}, V_, "group_size", "group_ids", "neither"),
-    "both-groups": (
-        {"group_ids": torch.zeros(4, dtype=torch.int64)},
-        V_,
-        "group_size",
-        "without group_ids, or group_ids without group_size",
-        "both",
-    ),
-    "group-ids-floats": ({"group_size": None, "group_ids": torch.zeros(4)}, T_, "group_ids", "int64", "float32"),
-    "group-ids-short": ({"group_size": None, "group_ids": torch.arange(3)}, V_, "group_ids", "[4]", "[3]"),
-}
-
-
-@pytest.mark.parametrize("kind", GROUPS)
-def test_a_bad_argument_of_group_advantages_is_named(kind: str) -> None:
-    change, error, name, expected, got = GROUPS[kind]
-    inputs = {"rewards": torch.tensor([1.0, 0.0, 0.5, 1.0]), "group_size": 2, **change}
-    before = fingerprint(inputs)
-    assert_rejected(error, "group_advantages", name, expected, got, lambda: group_advantages(**inputs))
-    assert fingerprint(inputs) == before
-
-
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "many", "256 MiB"])
 def test_a_bad_workspace_limit_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", text)
@@ -632,10 +522,10 @@ def device_mesh(tmp_path: Path) -> Iterator[Any]:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("function", [gspo_fused_loss, linear_log_probs])
 @pytest.mark.parametrize("as_module", [False, True])
 def test_a_head_that_is_not_sharded_by_vocabulary_is_rejected(
-    device_mesh: Any, as_module: bool, autocast: bool
+    device_mesh: Any, as_module: bool, function: Callable[..., Any]
 ) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -644,24 +534,14 @@ def test_a_head_that_is_not_sharded_by_vocabulary_is_rejected(
     if as_module:
         head = linear(lambda m: setattr(m, "weight", nn.Parameter(weight)))
         head.register_forward_pre_hook(lambda *_: None)  # as FSDP does
-    for function in (gspo_fused_loss, linear_log_probs):
-        inputs = accepted(function, {**good_inputs(), "lm_head": head})
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            assert_rejected(
-                TypeError,
-                function.__name__,
-                "lm_head",
-                "Shard(0)",
-                "DTensor",
-                partial(function, **inputs),
-            )
+    call = partial(function, **accepted(function, {**good_inputs(), "lm_head": head}))
+    assert_rejected(TypeError, function.__name__, "lm_head", "Shard(0)", "DTensor", call)
 
 
 def test_groups_that_are_none_are_named(device_mesh: Any) -> None:
     inputs = accepted(linear_log_probs, good_inputs())
-    for group in ("tp", 2):
-        call = partial(linear_log_probs, **inputs, tp_group=group)
-        assert_rejected(TypeError, "linear_log_probs", "tp_group", "ProcessGroup", type(group).__name__, call)
+    call = partial(linear_log_probs, **inputs, tp_group="tp")
+    assert_rejected(TypeError, "linear_log_probs", "tp_group", "ProcessGroup", "str", call)
     loss = accepted(gspo_fused_loss, good_inputs())
     call = partial(gspo_fused_loss, **loss, cp_group="cp")
     assert_rejected(TypeError, "gspo_fused_loss", "cp_group", "ProcessGroup", "str", call)
@@ -679,29 +559,17 @@ def test_sharded_hidden_states_are_rejected(device_mesh: Any) -> None:
 
     inputs = good_inputs()
     inputs["hidden"] = distribute_tensor(inputs["hidden"], device_mesh, [Shard(0)])
-    call = accepted(linear_log_probs, inputs)
-    assert_rejected(
-        TypeError, "linear_log_probs", "hidden", "plain tensor", "DTensor", lambda: linear_log_probs(**call)
-    )
+    call = partial(linear_log_probs, **accepted(linear_log_probs, inputs))
+    assert_rejected(TypeError, "linear_log_probs", "hidden", "plain tensor", "DTensor", call)
 
 
-def peft_head(**config: Any) -> Any:
+def peft_head(prepare: Callable[[Any], Any] = lambda head: None, kind: str = "LoraConfig", **config: Any) -> Any:
+    """Return a head in PEFT's layer for a configuration of class `kind`, after `prepare` has changed it."""
     peft = pytest.importorskip("peft")
     model = nn.ModuleDict({"lm_head": linear()})
-    config = {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False, **config}
-    peft.inject_adapter_in_model(peft.LoraConfig(**config), model)
+    peft.inject_adapter_in_model(getattr(peft, kind)(target_modules=["lm_head"], **config), model)
+    prepare(model["lm_head"])
     return model["lm_head"]
-
-
-def with_hook(head: Any) -> Any:
-    head.register_forward_hook(lambda *_: None)
-    return head
-
-
-def with_hook_inside(part: str) -> Any:
-    head = peft_head()
-    with_hook(getattr(head, part)["default"])
-    return head
 
 
 def saved_with_hook(of_the_wrapper: bool) -> Any:
@@ -709,50 +577,51 @@ def saved_with_hook(of_the_wrapper: bool) -> Any:
     model = nn.ModuleDict({"lm_head": linear(), "body": nn.Linear(H, H)})
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"]))
     wrapper = model.base_model.model["lm_head"]
-    with_hook(wrapper if of_the_wrapper else wrapper.modules_to_save["default"])
+    add_hook(wrapper if of_the_wrapper else wrapper.modules_to_save["default"])
     return wrapper
 
 
-def merged_and_disabled() -> Any:
-    head = peft_head()
+def merge_and_disable(head: Any) -> None:
     head.merge()
     head.enable_adapters(False)
-    return head
 
 
-def ia3() -> Any:
+def add_dora(head: Any) -> None:
     peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"lm_head": linear()})
-    peft.inject_adapter_in_model(peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]), model)
-    return model["lm_head"]
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
+    peft.inject_adapter_in_model(config, nn.ModuleDict({"lm_head": head}), adapter_name="another")
+    head.set_adapter(["default", "another"])
 
 
-def adalora() -> Any:
-    peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"lm_head": linear()})
-    peft.inject_adapter_in_model(peft.AdaLoraConfig(target_modules=["lm_head"], total_step=10), model)
-    return model["lm_head"]
-
-
-def lora_on_replaced_forward() -> Any:
-    head = peft_head()
-    head.base_layer.forward = lambda input: input
-    return head
+def quantize(head: Any) -> None:
+    """Make the base layer a Linear whose forward does not multiply by its weight, like bitsandbytes' Linear4bit."""
+    head.base_layer.__class__ = DoublingLinear
 
 
 ADAPTERS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
-    "dora": (lambda: peft_head(use_dora=True), ValueError, "plain LoRA", "Dora"),
-    "lora-bias": (lambda: peft_head(lora_bias=True), ValueError, "no LoRA bias", "LoRA bias"),
-    "merged-and-disabled": (merged_and_disabled, ValueError, "unmerged before it is disabled", "still merged"),
-    "ia3": (ia3, TypeError, "LoRA", "ia3"),
-    "adalora": (adalora, TypeError, "LoRA", "SVDLinear"),
-    "hook-on-the-wrapper": (lambda: with_hook(peft_head()), TypeError, "nn.Linear", "hook"),
-    "hook-on-lora-a": (lambda: with_hook_inside("lora_A"), TypeError, "nn.Linear", "hook"),
-    "hook-on-lora-b": (lambda: with_hook_inside("lora_B"), TypeError, "nn.Linear", "hook"),
-    "hook-on-dropout": (lambda: with_hook_inside("lora_dropout"), TypeError, "nn.Linear", "hook"),
-    "hook-on-modules-to-save": (lambda: saved_with_hook(True), TypeError, "nn.Linear", "hook"),
-    "hook-on-the-saved-module": (lambda: saved_with_hook(False), TypeError, "nn.Linear", "hook"),
-    "base-with-replaced-forward": (lora_on_replaced_forward, TypeError, "nn.Linear", "forward"),
+    "dora": (lambda: peft_head(use_dora=True), V_, "plain LoRA", "Dora"),
+    "dora-beside-plain-lora": (lambda: peft_head(add_dora), V_, "plain LoRA", "Dora"),
+    "lora-bias": (lambda: peft_head(lora_bias=True), V_, "no LoRA bias", "LoRA bias"),
+    "merged-and-disabled": (lambda: peft_head(merge_and_disable), V_, "unmerged before", "still merged"),
+    "ia3": (lambda: peft_head(kind="IA3Config", feedforward_modules=[]), T_, "LoRA", "ia3"),
+    "adalora": (lambda: peft_head(kind="AdaLoraConfig", total_step=10), T_, "LoRA", "SVDLinear"),
+    "hook-on-the-wrapper": (lambda: peft_head(add_hook), T_, "nn.Linear", "hook"),
+    "hook-on-lora-a": (lambda: peft_head(lambda head: add_hook(head.lora_A["default"])), T_, "nn.Linear", "hook"),
+    "hook-on-dropout": (
+        lambda: peft_head(lambda head: add_hook(head.lora_dropout["default"]), lora_dropout=0.1),
+        T_,
+        "nn.Linear",
+        "hook",
+    ),
+    "hook-on-modules-to-save": (lambda: saved_with_hook(True), T_, "nn.Linear", "hook"),
+    "hook-on-the-saved-module": (lambda: saved_with_hook(False), T_, "nn.Linear", "hook"),
+    "base-with-replaced-forward": (
+        lambda: peft_head(lambda head: replace_forward(head.base_layer)),
+        T_,
+        "nn.Linear",
+        "forward",
+    ),
+    "quantized-base": (lambda: peft_head(quantize), T_, "nn.Linear", "DoublingLinear with a custom forward"),
 }
 
 
@@ -769,28 +638,9 @@ def test_an_unsupported_adapter_is_named(kind: str) -> None:
 
 
 def test_hidden_states_of_the_wrong_width_for_an_adapter_are_named() -> None:
-    head = peft_head()
-    inputs = good_inputs()
-    call = accepted(linear_log_probs, {**inputs, "hidden": torch.ones(B, T, H + 1), "lm_head": head})
-    assert_rejected(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", lambda: linear_log_probs(**call))
-
-
-def test_values_at_masked_positions_are_not_checked(backend: str) -> None:
-    mask = torch.ones(B, T, dtype=torch.bool)
-    mask[0, 1] = mask[1, 2] = False
-
-    def call(garbage: float, bad_id: int) -> Any:
-        inputs = good_inputs()
-        inputs |= {"mask": mask, "advantages": tokens(1.0), "temperature": tokens(1.0), "token_weights": tokens(1.0)}
-        for name in ("advantages", "old_log_probs", "temperature", "token_weights"):
-            inputs[name][~mask] = garbage
-        inputs["target_ids"][~mask] = bad_id
-        return gspo_fused_loss(**accepted(gspo_fused_loss, inputs), backend=backend)
-
-    expected = call(1.0, 0)
-    for garbage, bad_id in ((NAN, -100), (INF, V), (-INF, -1), (NAN, 2**62)):
-        out = call(garbage, bad_id)
-        assert torch.equal(out.loss, expected.loss) and out.metrics["invalid"] == 0
+    inputs = {**good_inputs(), "hidden": torch.ones(B, T, H + 1), "lm_head": peft_head()}
+    call = partial(linear_log_probs, **accepted(linear_log_probs, inputs))
+    assert_rejected(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", call)
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -807,40 +657,30 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_a_successful_call_and_its_backward_write_to_no_input(name: str, autocast: bool, backend: str) -> None:
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.01)
     sample = make_sample(1, objective=objective, **CALLS[name])
-    normalizer = torch.tensor(9.0)
-    leaves = {"hidden": sample.leaves["hidden"], "lm_head": sample.leaves["weight"]}
-    if "bias" in sample.leaves:
-        leaves["bias"] = sample.leaves["bias"]
-    shared = {**sample.options, "advantages": sample.advantages, "target_ids": sample.target_ids}
-    shared |= {"objective": objective, "normalizer": normalizer, "backend": backend}
+    inputs: dict[str, Any] = {
+        "hidden": sample.leaves["hidden"],
+        "lm_head": sample.leaves["weight"],
+        "bias": sample.leaves.get("bias"),
+        "target_ids": sample.target_ids,
+        "advantages": sample.advantages,
+        "objective": objective,
+        "normalizer": torch.tensor(9.0),
+        "backend": backend,
+        **sample.options,
+    }
+    before = fingerprint(inputs)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for entropy in (False, True):
-            inputs = {**leaves, **shared, "entropy": entropy}
-            before = fingerprint(inputs)
-            out = gspo_fused_loss(**inputs)
-            lp = linear_log_probs(**accepted(linear_log_probs, {**inputs, "entropy": True}))
-            terms = {"log_probs": lp.log_probs, "entropy": lp.entropy}
-            terms_before = fingerprint(terms)
-            chained = policy_loss(**accepted(policy_loss, {**inputs, **terms}))
-            upstream = torch.tensor(0.5, dtype=out.loss.dtype)
-            out.loss.backward(upstream)
-            chained.loss.backward(upstream)
-            assert upstream == 0.5
-            assert fingerprint(inputs) == before
-            assert fingerprint(terms) == terms_before
-
-
-class LossOfLogProbs(torch.nn.Module):
-    """The loss as a function of log-probs only."""
-
-    def forward(self, log_probs: Tensor) -> Tensor:
-        return policy_loss(log_probs, torch.ones(B)).loss
-
-
-def test_forward_mode_is_rejected() -> None:
-    x = torch.full((B, T), -1.0)
-    call = partial(torch.func.jvp, LossOfLogProbs(), (x,), (torch.ones_like(x),))
-    assert_rejected(TypeError, "policy_loss", "log_probs", "reverse mode", "dual tensor", call)
+        out = gspo_fused_loss(**inputs)
+        lp = linear_log_probs(**accepted(linear_log_probs, inputs), entropy=True)
+        terms = {"log_probs": lp.log_probs, "entropy": lp.entropy}
+        terms_before = fingerprint(terms)
+        chained = policy_loss(**accepted(policy_loss, inputs), **terms)
+        upstream = torch.tensor(0.5, dtype=out.loss.dtype)
+        out.loss.backward(upstream)
+        chained.loss.backward(upstream)
+    assert upstream == 0.5
+    assert fingerprint(inputs) == before
+    assert fingerprint(terms) == terms_before
 
 
 def test_rounded_and_masked_log_probs_and_entropies_are_accepted() -> None:
@@ -860,38 +700,12 @@ def test_rounded_and_masked_log_probs_and_entropies_are_accepted() -> None:
     assert out.loss.isfinite() and out.metrics["invalid"] == 0
 
 
-HUGE: dict[str, tuple[str, Any]] = {
-    "normalizer-overflows-fp32": ("normalizer", 1e300),
-    "normalizer-underflows-fp32": ("normalizer", 1e-50),
-    "normalizer-huge-int": ("normalizer", 10**400),
-    "temperature-underflows-fp32": ("temperature", 1e-45),
-    "temperature-huge-int": ("temperature", 10**300),
-    "scale-overflows-fp32": ("logit_scale", 1e300),
-    "scale-huge-int": ("logit_scale", 10**400),
-    "softcap-underflows-fp32": ("logit_softcap", 1e-45),
-}
-
-
-@pytest.mark.parametrize("kind", HUGE)
-def test_numbers_that_float32_cannot_hold_are_named(kind: str) -> None:
-    name, value = HUGE[kind]
-    inputs = accepted(gspo_fused_loss, good_inputs())
-    call = partial(gspo_fused_loss, **inputs, **{name: value})
-    assert_rejected(
-        ValueError, "gspo_fused_loss", name, "finite number", "e" if isinstance(value, float) else "int", call
-    )
-
-
-def test_an_objective_of_huge_ints_is_rejected() -> None:
-    assert_rejected(ValueError, "Objective", "dual_clip", "> 1", "int", partial(Objective, dual_clip=10**400))
-
-
 def test_sparse_and_lazy_heads_are_named() -> None:
     inputs = accepted(linear_log_probs, good_inputs())
-    sparse = {**inputs, "lm_head": inputs["lm_head"].to_sparse()}
-    assert_rejected(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", partial(linear_log_probs, **sparse))
-    lazy = {**inputs, "lm_head": nn.LazyLinear(V)}
-    assert_rejected(ValueError, "linear_log_probs", "lm_head", "initialized", "lazy", partial(linear_log_probs, **lazy))
+    sparse = partial(linear_log_probs, **{**inputs, "lm_head": inputs["lm_head"].to_sparse()})
+    assert_rejected(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", sparse)
+    lazy = partial(linear_log_probs, **{**inputs, "lm_head": nn.LazyLinear(V)})
+    assert_rejected(ValueError, "linear_log_probs", "lm_head", "initialized", "lazy", lazy)
 
 
 def test_numpy_numbers_are_accepted() -> None:

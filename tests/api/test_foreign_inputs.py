@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,29 +52,29 @@ def nested(x: Tensor, layout: torch.layout) -> Tensor:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_named(name: str, layout: torch.layout) -> None:
+def test_a_nested_tensor_is_named(name: str) -> None:
     inputs = fused_inputs()
-    inputs[name] = nested(inputs[name], layout)
+    inputs[name] = nested(inputs[name], torch.strided)
     with pytest.raises(TypeError, match=f"^gspo_fused_loss: {name} must be a dense tensor .*, got a nested tensor$"):
         gspo_fused_loss(**inputs)
 
 
+ONES = torch.ones(B, T)
+CALLS_WITH_A_NESTED_TENSOR: dict[str, Callable[[Tensor], object]] = {
+    "log_probs": lambda x: policy_loss(x, torch.ones(B)),
+    "entropy": lambda x: policy_loss(-ONES, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1)),
+    "cu_seqlens": lambda x: policy_loss(-torch.ones(5), torch.ones(B), cu_seqlens=x.long()),
+    "mask": lambda x: importance_weights(ONES, ONES, x),
+    "rewards": lambda x: group_advantages(x, 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_A_NESTED_TENSOR)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_named_by_every_function() -> None:
-    x = nested(torch.ones(B, T), torch.strided)
-    ones = torch.ones(B, T)
-    calls: list[tuple[str, Any]] = [
-        ("log_probs", lambda: policy_loss(x, torch.ones(B))),
-        ("entropy", lambda: policy_loss(-ones, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),
-        ("cu_seqlens", lambda: policy_loss(-torch.ones(5), torch.ones(B), cu_seqlens=x.long())),
-        ("mask", lambda: importance_weights(ones, ones, x)),
-        ("rewards", lambda: group_advantages(x, 2)),
-    ]
-    for name, call in calls:
-        with pytest.raises(TypeError, match=f"{name} must be a dense tensor .*, got a nested tensor$"):
-            call()
+def test_a_nested_tensor_is_named_by_other_functions(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a dense tensor .*, got a nested tensor$"):
+        CALLS_WITH_A_NESTED_TENSOR[name](nested(ONES, torch.jagged))
 
 
 @pytest.mark.parametrize("in_module", [False, True])
@@ -96,36 +97,62 @@ def matmul_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
+BACKENDS: Any = torch.backends  # PyTorch does not declare all of its settings
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize("precision", ["high", "medium", "highest"])
 @pytest.mark.usefixtures("matmul_precision")
-def test_pytorch_can_read_its_precision_settings_inside(precision: str) -> None:
-    backends: Any = torch.backends
+def test_products_are_exact_inside_and_the_setting_is_restored(precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
 
     def settings() -> list[Any]:
-        matmul = backends.cuda.matmul, backends.mkldnn.matmul
+        matmul = BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul
         return [torch.get_float32_matmul_precision(), matmul[0].allow_tf32, *(x.fp32_precision for x in matmul)]
 
     before = settings()
-    for kind in ("cpu", "cuda"):
-        with exact_products(torch.device(kind)):
+    for device in (CPU, torch.device("cuda")):
+        with pytest.raises(MemoryError), exact_products(device):
             assert settings() == ["highest", False, "ieee", "ieee"]
+            raise MemoryError
         assert settings() == before
 
 
 @pytest.mark.usefixtures("matmul_precision")
+def test_a_thread_that_leaves_first_does_not_restore_the_setting_of_another() -> None:
+    entered, other_has_left = threading.Event(), threading.Event()
+    inside: list[str] = []
+
+    def second() -> None:
+        with exact_products(CPU):
+            entered.set()
+            assert other_has_left.wait(20)
+            inside.append(BACKENDS.mkldnn.matmul.fp32_precision)
+
+    torch.set_float32_matmul_precision("medium")
+    before = BACKENDS.mkldnn.matmul.fp32_precision
+    thread = threading.Thread(target=second)
+    with exact_products(CPU):
+        thread.start()
+        assert entered.wait(20)
+    other_has_left.set()
+    thread.join(20)
+    assert inside == ["ieee"]
+    assert BACKENDS.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.usefixtures("matmul_precision")
 def test_precision_settings_per_backend_are_restored() -> None:
-    backends: Any = torch.backends
-    backends.cuda.matmul.fp32_precision = "tf32"  # now get_float32_matmul_precision raises
+    BACKENDS.cuda.matmul.fp32_precision = "tf32"  # now get_float32_matmul_precision raises
     with exact_products(torch.device("cuda")):
-        assert backends.cuda.matmul.allow_tf32 is False
-    assert backends.cuda.matmul.fp32_precision == "tf32"
+        assert BACKENDS.cuda.matmul.allow_tf32 is False
+    assert BACKENDS.cuda.matmul.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize(("reduced", "split_k"), [(True, True), (False, True), (False, False)])
 def test_settings_of_bf16_sums_on_cuda_are_restored(reduced: bool, split_k: bool) -> None:
     """Batch-invariant inference disables both. A backward must not enable split-K for the rest of the process."""
-    matmul: Any = torch.backends.cuda.matmul
+    matmul = BACKENDS.cuda.matmul
     settings = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
     before = settings()
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import device as under_test
+from helpers.captured import arguments_of
 from helpers.device import on_device
 from helpers.samples import make_sample
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.advantages import group_advantages
+from gspo_kernels.backends.rows import PolicyRows
+from gspo_kernels.backends.torch.sequence import policy_forward
+from gspo_kernels.ops import loss as operators
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 
@@ -162,30 +166,17 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
             out.loss.item()
 
 
-def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_policy_forward_reads_no_value_on_the_host() -> None:
     """The test above does not run this function: fake tensors run the operator's fake implementation."""
-    from gspo_kernels.backends.rows import PolicyRows
-    from gspo_kernels.backends.torch.sequence import policy_forward
-    from gspo_kernels.metrics import NAMES
-    from gspo_kernels.ops import loss as ops
-
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
-    sample = make_sample(1)
-    calls: list[Any] = []
-
-    def record(*args: Any) -> Any:
-        calls.append(args)
-        zero = torch.zeros(())
-        return ops.PolicyResult(zero, zero, zero, zero, torch.zeros(len(NAMES)))
-
-    monkeypatch.setattr(ops, "policy_loss", record)
-    lp = torch.randn(sample.target_ids.shape)
-    keep = {name: sample.options[name] for name in ("mask", "old_log_probs", "ref_log_probs")}
-    policy_loss(lp, sample.advantages, entropy=lp.abs(), objective=objective, **keep)
-    log_probs, entropy, mask, policy, objective, _ = calls[0]
+    sample = make_sample(1, objective=objective)
+    lp = -torch.rand(sample.target_ids.shape)
+    options = {name: sample.options[name] for name in ("mask", "old_log_probs", "ref_log_probs")}
+    call = partial(policy_loss, lp, sample.advantages, entropy=lp.abs(), objective=objective, **options)
+    log_probs, entropy, mask, policy, _, _ = arguments_of(operators, "policy_loss", call)
     with FakeTensorMode() as mode:
         log_probs, entropy, mask = (mode.from_tensor(x) for x in (log_probs, entropy, mask))
-        rows = PolicyRows._make(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in policy)
+        rows = PolicyRows._make(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in policy)
         assert policy_forward(log_probs, entropy, mask, rows, objective).loss.shape == ()
 
 

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from helpers.device import linear_log_probs, on_device, policy_loss
 from helpers.head_rows import head_rows
-from helpers.samples import Sample, make_sample, run_fused, run_oracle
+from helpers.oracle import assert_equals_oracle
+from helpers.samples import Sample, make_sample, run_fused
 from helpers.tile_choices import assert_dropped_mass_is_reported, choices, small_tiles
-from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
+from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS
 
 from gspo_kernels import Objective, reference
 from gspo_kernels.backends import dispatch, live_tiles
@@ -26,26 +28,20 @@ from gspo_kernels.backends.torch.surrogates import kl_and_slope
 # -- terms of the loss
 
 
+KL_TERMS: dict[str, dict[str, Any]] = {
+    "sequence": {"kl_aggregation": "token-mean"},
+    "token": {"kl_aggregation": "token-mean", "ratio": "token", "clip_low": 0.02, "clip_high": 0.03},
+    "length-norm": {"kl_aggregation": "seq-mean-token-sum-norm", "length_norm": 7},
+}
+
+
 @on_device
-@pytest.mark.parametrize("ratio", ["sequence", "token"])
-def test_a_kl_term_with_another_aggregation_has_its_default_normalizer(ratio: str, backend: str) -> None:
+@pytest.mark.parametrize("name", KL_TERMS)
+def test_a_kl_term_with_another_aggregation_has_its_own_divisor(name: str, backend: str) -> None:
     """`normalizer` is for the policy term only: a KL term with token-mean is divided by the number of tokens."""
-    objective = Objective(ratio=ratio, kl_coef=0.1, kl_aggregation="token-mean", clip_low=0.02, clip_high=0.03)
+    objective = Objective(kl_coef=0.1, **KL_TERMS[name])
     sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
-    sample = sample.with_options(normalizer=17.0)
-    truth, true_grads = run_oracle(sample)
-    out, grads = run_fused(sample, backend)
-    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
-    check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
-
-
-@on_device
-def test_length_norm_applies_to_the_aggregation_of_the_kl_term(backend: str) -> None:
-    objective = Objective(kl_coef=0.1, kl_aggregation="seq-mean-token-sum-norm", length_norm=7)
-    sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
-    truth, _ = run_oracle(sample)
-    out, _ = run_fused(sample, backend)
-    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
+    assert_equals_oracle(sample.with_options(normalizer=17.0), torch.float64, backend)
 
 
 BOUNDS = {  # objective, sign of the advantage, log-ratio exactly at the bound

@@ -156,33 +156,6 @@ def test_the_blogs_skeleton_is_not_this_loss() -> None:
     assert skeleton.abs().max() > 1e-3 and not gradient.any()
 
 
-def test_the_gradients_of_gspo_and_grpo_weigh_tokens_as_the_paper_says(backend: str) -> None:
-    """Section 4.2: GSPO weights all tokens of an answer equally, GRPO weights each token by its ratio.
-
-    With a clip window of e on both sides, GRPO's ratios are in (0, 1 + e] for positive and in [1 - e, inf) for negative
-    advantages.
-    """
-    grpo = Objective.preset("grpo")
-    b = rollout(grpo)
-    lengths = b.mask.sum(1, keepdim=True)
-    scale = -len(b.advantages) * lengths / b.advantages[:, None]
-    _, gradient = ours(b, grpo, backend)
-    weight = torch.where(b.mask, gradient * scale, 0)
-    ratio = (b.log_probs - b.old).exp()
-    positive, negative = (b.advantages > 0)[:, None] & b.mask, (b.advantages < 0)[:, None] & b.mask
-    assert weight[positive].max() <= 1.2 and (weight[positive] > 1.1).any()
-    free = negative & (weight != 0)
-    assert weight[free].min() >= 0.8 and torch.allclose(weight[free], ratio[free])
-    b = rollout(Objective())
-    _, gradient = ours(b, Objective(), backend)
-    s = ratios(b.log_probs, b.old, b.double_mask())
-    weight = gradient * -len(b.advantages) * lengths / b.advantages[:, None]
-    unclipped = (gradient != 0).any(1)
-    assert 0 < unclipped.sum() < len(unclipped)
-    for i in unclipped.nonzero()[:, 0].tolist():
-        torch.testing.assert_close(weight[i][b.mask[i]], s[i].expand(int(lengths[i])))
-
-
 def test_dapo_and_grpo_differ_in_what_a_token_counts(backend: str) -> None:
     b = rollout(Objective.preset("grpo"))
     _, grpo = ours(b, Objective.preset("grpo", clip_high=0.28), backend)
@@ -198,21 +171,14 @@ def test_log_probs_of_the_engine_as_old_ones(backend: str) -> None:
     """
     b = rollout(Objective())
     engine = b.old + 0.01 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    correction = RolloutCorrection(level="geometric")
-    out = policy_loss(
-        b.log_probs,
-        b.advantages,
-        mask=b.mask,
-        old_log_probs=b.old,
-        rollout_log_probs=engine,
-        objective=Objective(rollout_correction=correction),
-        backend=backend,
-    )
-    assert 0 < out.metrics["rollout_kl_sampler_trainer"] < 1e-3
-    direct = policy_loss(b.log_probs, b.advantages, mask=b.mask, old_log_probs=engine, backend=backend)
+    arguments = (b.log_probs, b.advantages)
+    options: dict[str, Any] = {"mask": b.mask, "backend": backend}
+    direct = policy_loss(*arguments, old_log_probs=engine, **options)
     u = ((b.log_probs - engine) * b.mask).sum(1) / b.mask.sum(1)
     torch.testing.assert_close(direct.log_ratio, u)
-    assert not torch.equal(direct.metrics["clip_fraction"], out.metrics["clip_fraction"])
+    options["objective"] = Objective(rollout_correction=RolloutCorrection(level="geometric"))
+    corrected = policy_loss(*arguments, old_log_probs=b.old, rollout_log_probs=engine, **options)
+    assert 0 < corrected.metrics["rollout_kl_sampler_trainer"] < 1e-3
 
 
 def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None:
@@ -239,19 +205,3 @@ def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None
         expected = math.fsum(float(b.log_probs[i, t] - old[i, t]) for t in tokens) / max(len(tokens), 1)
         assert out.log_ratio[i].item() == pytest.approx(expected, abs=1e-12)
     assert not gradient[:, tools].any()
-
-
-@pytest.mark.parametrize("window", [(3e-4, 4e-4), (2e-4, 3e-4)])
-def test_the_windows_of_the_guides(window: tuple[float, float], backend: str) -> None:
-    """Guides use clip windows of 3e-4 and 4e-4 below a billion parameters, 2e-4 and 3e-4 above and for MoE.
-
-    They use a KL coefficient of 0 or 0.01; here it is 0.01.
-    """
-    objective = Objective(clip_low=window[0], clip_high=window[1], kl_coef=0.01)
-    b = rollout(objective)
-    s = ratios(b.log_probs, b.old, b.double_mask())
-    out, _ = ours(b, objective, backend)
-    low = (b.advantages < 0) & (s < 1 - window[0])
-    high = (b.advantages > 0) & (s > 1 + window[1])
-    assert low.any() and high.any()
-    torch.testing.assert_close(out.metrics["clip_fraction"], (low | high).double().mean())

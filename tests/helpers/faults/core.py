@@ -52,7 +52,7 @@ FAULTS: dict[str, Fault] = {
         "_segment_sum",
         "x.double()",
         "x",
-        "edges::test_long_sequences_meet_the_tolerance[torch-sequence-False-256]",
+        "edges::test_long_sequences_meet_the_tolerance[torch-sequence-256]",
     ),
     "sampler correction left out": (
         "policy_rows",

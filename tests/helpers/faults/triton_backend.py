@@ -337,7 +337,7 @@ FAULTS: dict[str, Fault] = {
         "triton/sequence:policy_forward",
         "kl_aggregation == objective.aggregation",
         "True",
-        "loss_faults::test_a_kl_term_with_another_aggregation_has_its_default_normalizer[triton-sequence]",
+        "loss_faults::test_a_kl_term_with_another_aggregation_has_its_own_divisor[triton-sequence]",
     ),
     "sapo: ratio clamped at exp(8), in Triton": (
         "FAR",
@@ -523,7 +523,7 @@ FAULTS: dict[str, Fault] = {
         "sequence_loss",
         "share_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC)",
         "share_of_token(length, divisor, 1.0, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC)",
-        "loss_faults::test_length_norm_applies_to_the_aggregation_of_the_kl_term[triton]",
+        "loss_faults::test_a_kl_term_with_another_aggregation_has_its_own_divisor[triton-length-norm]",
     ),
     "only the last block of sequences summed": (
         "totals:total",

@@ -36,11 +36,11 @@ def sizes(*arguments: str) -> list[dict[str, Any]]:
     return report["sizes"]
 
 
-def fused(advantages: torch.Tensor, dtype: torch.dtype, mib: int) -> Any:
+def fused(advantages: torch.Tensor, dtype: torch.dtype, mib: int, old: torch.Tensor | None = None) -> Any:
     rng = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, H, generator=rng).to(dtype).requires_grad_() for shape in ((8, N // 8), (V,)))
     ids = torch.randint(V, (8, N // 8), generator=rng)
-    return gspo_fused_loss(hidden, weight, ids, advantages, cache_mib=mib, backend="torch")
+    return gspo_fused_loss(hidden, weight, ids, advantages, old_log_probs=old, cache_mib=mib, backend="torch")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -64,21 +64,14 @@ def test_passes_and_peak_are_those_of_a_step(dtype: str) -> None:
 
 def test_passes_of_the_rl_like_step_are_those_of_a_step() -> None:
     """Two sequences have advantage 0, and the one in the middle of the others is clipped."""
+    advantages = torch.tensor([0.0, 0, 1, 1, 1, 1, 1, 1])
     for row in sizes("--memory", BATCH, "--dtype", "fp32"):
-        out = rl_like(row["cache_mib"])
+        old = fused(advantages, torch.float32, 0).log_probs.clone()
+        old[4] -= 0.01
+        out = fused(advantages, torch.float32, row["cache_mib"], old)
         assert out.metrics["zero_coefficient_share"].item() == 3 / 8
         # The cache holds whole sequences here, so it may hold the clipped sequence or not.
         assert out.metrics["passes"].item() == pytest.approx(row["passes_rl_like"], abs=1 / 8)
-
-
-def rl_like(mib: int) -> Any:
-    rng = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, H, generator=rng).requires_grad_() for shape in ((8, N // 8), (V,)))
-    ids = torch.randint(V, (8, N // 8), generator=rng)
-    advantages = torch.tensor([0.0, 0, 1, 1, 1, 1, 1, 1])
-    old = gspo_fused_loss(hidden, weight, ids, advantages, backend="torch").log_probs.clone()
-    old[4] -= 0.01
-    return gspo_fused_loss(hidden, weight, ids, advantages, old_log_probs=old, cache_mib=mib, backend="torch")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -161,9 +154,6 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
     [
         (["--memory", "1,2"], "--memory: expected N,H,V such as 8192,4096,151936"),
         (["--memory", "0,64,100"], "N of 1 to 2,147,483,648, H of 1 to 65,536, V of 2 to 4,194,304, got '0,64,100'"),
-        (["--memory", "8,8,1"], "got '8,8,1'"),
-        (["--memory", "1024,896,99999999999"], "got '1024,896,99999999999'"),
-        (["--memory", "a,b,c"], "got 'a,b,c'"),
         (["--memory", BATCH, "--dtype", "int8"], "--dtype: expected one of fp32, bf16, fp16, float32"),
         (["--memory", BATCH, "--architecture", "sm_1"], "--architecture: 'sm_1': choose from sm_80"),
         (["--memory", BATCH, "--architecture", "sm_80", "--architecture", "sm_90"], "expected one architecture"),
@@ -171,7 +161,6 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
         (["--dtype", "bf16"], "--dtype: requires --memory"),
         (["--shape", "64,100", "--memory", BATCH], "--shape: requires --compile"),
         (["--tp", "2"], "--tp: requires --memory"),
-        (["--cp", "2", "--compile"], "--cp: requires --memory"),
         (["--memory", BATCH, "--tp", "0"], "--tp: expected 1 to 4,096 ranks, got 0"),
         (["--memory", BATCH, "--cp", "5000"], "--cp: expected 1 to 4,096 ranks, got 5000"),
         (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 in --memory, got 3"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from helpers.device import gspo_fused_loss
+from helpers.device import gspo_fused_loss, policy_loss
 from tolerance import PLAIN_ORDERS
 from torch import Tensor
 
@@ -72,6 +72,14 @@ def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[Lo
     leaves = new_leaves(sample)
     out = call_fused(sample, leaves, backend, **options)
     return out, gradients(out.loss, leaves)
+
+
+def run_policy(log_probs: Tensor, advantages: Tensor, **options: Any) -> tuple[LossOutput, Tensor]:
+    """Compute the loss from log-probs, and its gradient with respect to them."""
+    leaf = log_probs.detach().clone().requires_grad_()
+    out = policy_loss(leaf, advantages, **options)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    return out, gradient
 
 
 def run_oracle(

@@ -87,6 +87,7 @@ FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
         lambda g, _: [c / s if s else c for c, s in zip(centred(g), deviations_of_others(g, 0), strict=True)],
         {"scale": "leave-one-out", "ddof": 0, "eps": 0.0},
     ),
+    "z-scores": (lambda g, _: [c / (deviation(g) or 1) for c in centred(g)], {"eps": 0.0}),
     "StateSet": (lambda g, _: [c / (deviation(g, 0) or 1) for c in centred(g)], {"ddof": 0, "eps": 0.0}),
     "REINFORCE": (lambda g, _: g, {"baseline": "none", "scale": "none"}),
     "no baseline": (lambda g, _: [v / (deviation(g) + 1e-6 if deviation(g) else 1) for v in g], {"baseline": "none"}),

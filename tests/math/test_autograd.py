@@ -13,7 +13,6 @@ from helpers.marks import slow, triton_is_slow
 from helpers.samples import call_fused, make_sample, new_leaves
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses import FakeTensorMode
 
 import gspo_kernels
 from gspo_kernels import Objective
@@ -81,24 +80,15 @@ def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
 @triton_is_slow
 def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
     rng = torch.Generator().manual_seed(0)
-    lp = -torch.rand(3, 4, generator=rng, dtype=torch.float64)
-    entropy = torch.rand(3, 4, generator=rng, dtype=torch.float64)
-    old, ref = lp + 0.05, lp - 0.3 * torch.rand(3, 4, generator=rng, dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1]])
+    lp, entropy, drift = torch.rand(3, 3, 4, generator=rng, dtype=torch.float64)
+    options: dict[str, Any] = {"old_log_probs": 0.05 - lp, "ref_log_probs": -lp - 0.3 * drift, "backend": backend}
+    options["mask"] = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1]])
+    options["objective"] = Objective(**OBJECTIVES[name])
 
     def loss(log_probs: Tensor, entropies: Tensor) -> Tensor:
-        return policy_loss(
-            log_probs,
-            torch.tensor([1.0, 2.0, -0.5]),
-            mask=mask,
-            old_log_probs=old,
-            ref_log_probs=ref,
-            entropy=entropies,
-            objective=Objective(**OBJECTIVES[name]),
-            backend=backend,
-        ).loss
+        return policy_loss(log_probs, torch.tensor([1.0, 2.0, -0.5]), entropy=entropies, **options).loss
 
-    assert gradcheck(loss, (lp.requires_grad_(), entropy.requires_grad_()), backend)
+    assert gradcheck(loss, ((-lp).requires_grad_(), entropy.requires_grad_()), backend)
 
 
 OPERATORS = {
@@ -150,38 +140,6 @@ def finite(flat: list[Any]) -> tuple[Any, ...]:
         else x
         for x in flat
     )
-
-
-@on_device
-@pytest.mark.parametrize("name", ["linear_log_probs", "policy_loss", "fused_loss"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"objective": Objective(ratio="token", entropy_coef=0.1)}, {"gradient_budget": 0.1}],
-    ids=["gspo", "more", "budget"],
-)
-def test_fake_outputs_have_every_field_of_real_ones(
-    name: str, options: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    budget = (options := dict(options)).pop("gradient_budget", 0.0)
-    args = (*operator_arguments(name, monkeypatch, **options)[:-1], backend)
-    if name != "policy_loss":
-        args = (*args[:-3], budget, 2**20 if budget else 0, backend)
-    operator = OPERATORS[name]
-    flat = [x.detach() if isinstance(x, Tensor) else x for x in operator.flatten(args)]
-    real = operator.op(*flat)
-    with FakeTensorMode() as mode:
-        fake = operator.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in flat))
-    assert len(real) == len(fake) >= 4
-    for a, b in zip(real, fake, strict=True):
-        assert (a.shape, a.dtype, a.stride(), a.device, a.layout, a.requires_grad) == (
-            b.shape,
-            b.dtype,
-            b.stride(),
-            b.device,
-            b.layout,
-            b.requires_grad,
-        )
-        assert a.storage_offset() == b.storage_offset() == 0 and a.is_contiguous()
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from helpers.device import on_device, policy_loss
+from helpers.device import on_device
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
+from helpers.samples import run_policy
 from torch import Tensor
 
 from gspo_kernels import Objective, objective, validation
@@ -289,30 +291,26 @@ def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
 @pytest.mark.parametrize("estimator", ["unbiased", "k3-ratio"])
 def test_a_nan_ratio_reaches_the_loss_where_the_kl_is_zero(estimator: str, backend: str) -> None:
     kl = {"kl_estimator": "unbiased"} if estimator == "unbiased" else {"kl_ratio_factor": True}
+    lp = -torch.ones(1, 2)
     for old_log_prob, loss_is_nan in ((float("nan"), True), (-float("inf"), False)):
         old = torch.tensor([[old_log_prob, -1.0]])
-        lp = -torch.ones(1, 2).requires_grad_()
         o = Objective.preset("reinforce", kl_coef=0.1, **kl)
-        loss = policy_loss(
-            lp, torch.zeros(1), old_log_probs=old, ref_log_probs=lp.detach(), objective=o, backend=backend
-        ).loss
-        loss.backward()
-        assert loss.isnan() == loss_is_nan
-        assert lp.grad is not None and (loss_is_nan or not lp.grad.any())
+        options: dict[str, Any] = {"old_log_probs": old, "ref_log_probs": lp, "objective": o, "backend": backend}
+        out, gradient = run_policy(lp, torch.zeros(1), **options)
+        assert out.loss.isnan() == loss_is_nan
+        assert loss_is_nan or not gradient.any()
 
 
 @on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("d", [float("nan"), float("inf")])
 def test_both_backends_have_the_same_slope_of_a_non_finite_kl(estimator: str, d: float) -> None:
+    o = Objective.preset("grpo", kl_coef=0.1, kl_estimator=estimator)
+    ref = torch.tensor([[-1 - d, -1.0]])
     results = []
     for backend in ("torch", "triton"):
-        lp = -torch.ones(1, 2).requires_grad_()
-        o = Objective.preset("grpo", kl_coef=0.1, kl_estimator=estimator)
-        out = policy_loss(
-            lp, torch.zeros(1), ref_log_probs=torch.tensor([[-1 - d, -1.0]]), objective=o, backend=backend
-        )
-        results.append((out.loss.detach(), *torch.autograd.grad(out.loss, lp)))
+        out, gradient = run_policy(-torch.ones(1, 2), torch.zeros(1), ref_log_probs=ref, objective=o, backend=backend)
+        results.append((out.loss.detach(), gradient))
     for x, y in zip(*results, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
         torch.testing.assert_close(x, y, equal_nan=True)

@@ -160,7 +160,6 @@ KINDS: dict[str, Kind] = {
         T_, "dtype", "float64", autocast=True, lm_head=torch.ones(V, H, dtype=torch.float64)
     ),
     "head-sharded-away": Kind(V_, "unsharded weight", "empty tensor [0]", lm_head=torch.ones(0)),
-    "head-module-sharded-away": Kind(V_, "unsharded weight", "empty tensor [0]", lm_head=linear(sharded_away)),
     "head-module-sharded-away-with-hooks": Kind(  # ZeRO-3 puts hooks on every module
         V_,
         "unsharded weight",
@@ -185,10 +184,8 @@ KINDS: dict[str, Kind] = {
     # -- options of the head
     "scale-zero": Kind(V_, "other than 0", "0.0", logit_scale=0.0),
     "scale-nan": Kind(V_, "finite", "nan", logit_scale=NAN),
-    "scale-inf": Kind(V_, "finite", "inf", logit_scale=INF),
     "scale-beyond-float32": Kind(V_, "finite", "1e+300", logit_scale=1e300),
     "scale-huge-int": Kind(V_, "finite", "type int", logit_scale=10**400),
-    "scale-text": Kind(T_, "number", "'1'", logit_scale="1"),
     "scale-large-tensor": Kind(T_, "number", "ensor", logit_scale=torch.ones(60, 60)),
     "softcap-zero": Kind(V_, "> 0", "0", logit_softcap=0),
     "softcap-subnormal": Kind(V_, "within float32", "e-45", logit_softcap=1e-45),
@@ -197,7 +194,6 @@ KINDS: dict[str, Kind] = {
     "vocabulary-float": Kind(T_, "int", "7.0", vocab_size=7.0),
     "vocabulary-bool": Kind(T_, "int", "True", vocab_size=True),
     "temperature-zero": Kind(V_, "> 0", "0", temperature=0),
-    "temperature-text": Kind(T_, "number", "'1.0'", temperature="1.0"),
     "temperature-per-sequence": Kind(V_, "[2, 3]", "[2]", temperature=torch.ones(B)),
     "temperature-integers": Kind(T_, "float32", "int64", temperature=torch.tensor(1)),
     "temperature-trained": Kind(
@@ -218,9 +214,7 @@ KINDS: dict[str, Kind] = {
     ),
     "offsets-not-from-zero": Kind(V_, "starting at 0", "[1, 2, 5]", packed=True, cu_seqlens=torch.tensor([1, 2, N])),
     "offsets-too-short": Kind(V_, "ending at N = 5", "[0, 2, 4]", packed=True, cu_seqlens=torch.tensor([0, 2, N - 1])),
-    "offsets-too-long": Kind(V_, "ending at N = 5", "[0, 2, 6]", packed=True, cu_seqlens=torch.tensor([0, 2, N + 1])),
     "offsets-of-no-sequence": Kind(V_, "ending at N = 5", "a tensor [1]", packed=True, cu_seqlens=torch.tensor([0])),
-    "offsets-empty": Kind(V_, "[S + 1]", "a tensor [0]", packed=True, cu_seqlens=torch.tensor([], dtype=torch.int32)),
     "offsets-floats": Kind(T_, "int32 or int64", "float32", packed=True, cu_seqlens=torch.tensor([0.0, 2, N])),
     "offsets-2d": Kind(V_, "[S + 1]", "[1, 3]", packed=True, cu_seqlens=torch.tensor([[0, 2, N]])),
     "offsets-device": Kind(
@@ -297,7 +291,6 @@ KINDS: dict[str, Kind] = {
     "normalizer-nan": Kind(V_, "finite", "nan", normalizer=NAN),
     "normalizer-subnormal": Kind(V_, "> 0", "1e-50", normalizer=1e-50),
     "normalizer-tensor-zero": Kind(V_, "> 0", "0.0", normalizer=torch.tensor(0.0)),
-    "normalizer-tensor-zero-int": Kind(V_, "> 0", "0", normalizer=torch.tensor(0)),
     "normalizer-tensor-inf": Kind(V_, "finite", "inf", normalizer=torch.tensor(math.inf)),
     "normalizer-tensor-zero-fp16": Kind(V_, "> 0", "0.0", normalizer=torch.tensor(0.0).half()),
     "kl-normalizer-tensor-zero": Kind(V_, "> 0", "0", kl_normalizer=torch.tensor(0)),
@@ -445,66 +438,32 @@ def test_a_field_of_the_objective_as_an_argument_is_named(function: Callable[...
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "many", "256 MiB"])
 def test_a_bad_workspace_limit_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", text)
-    inputs = accepted(linear_log_probs, good_inputs())
-    before = fingerprint(inputs)
     with pytest.raises(ValueError, match="GSPO_WORKSPACE_MIB must be an integer number of MiB from 1 to") as caught:
-        linear_log_probs(**inputs, backend="torch")
+        linear_log_probs(**accepted(linear_log_probs, good_inputs()), backend="torch")
     assert repr(text) in str(caught.value)
-    assert fingerprint(inputs) == before
 
 
 @pytest.fixture
-def device_mesh(tmp_path: Path) -> Iterator[Any]:
+def one_process(tmp_path: Path) -> Iterator[None]:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available() or distributed.is_initialized():
         pytest.skip("needs torch.distributed, not yet initialized in this process")
-    from torch.distributed.device_mesh import init_device_mesh
-
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("function", [gspo_fused_loss, linear_log_probs])
-@pytest.mark.parametrize("as_module", [False, True])
-def test_a_head_that_is_not_sharded_by_vocabulary_is_rejected(
-    device_mesh: Any, as_module: bool, function: Callable[..., Any]
-) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    weight = distribute_tensor(torch.ones(V, H), device_mesh, [Shard(1)])
-    head = weight
-    if as_module:
-        head = linear(lambda m: setattr(m, "weight", nn.Parameter(weight)))
-        head.register_forward_pre_hook(lambda *_: None)  # as FSDP does
-    call = partial(function, **accepted(function, {**good_inputs(), "lm_head": head}))
-    assert_rejected(TypeError, function.__name__, "lm_head", "Shard(0)", "DTensor", call)
-
-
-def test_groups_that_are_none_are_named(device_mesh: Any) -> None:
-    inputs = accepted(linear_log_probs, good_inputs())
-    call = partial(linear_log_probs, **inputs, tp_group="tp")
-    assert_rejected(TypeError, "linear_log_probs", "tp_group", "ProcessGroup", "str", call)
-    loss = accepted(gspo_fused_loss, good_inputs())
-    call = partial(gspo_fused_loss, **loss, cp_group="cp")
-    assert_rejected(TypeError, "gspo_fused_loss", "cp_group", "ProcessGroup", "str", call)
-    call = partial(linear_log_probs, **inputs, tp_group=device_mesh, reduce_hidden="sum")
-    assert_rejected(ValueError, "linear_log_probs", "reduce_hidden", "'all', 'none'", "'sum'", call)
+@pytest.mark.parametrize(("function", "name"), [(linear_log_probs, "tp_group"), (gspo_fused_loss, "cp_group")])
+@pytest.mark.usefixtures("one_process")
+def test_a_group_that_is_none_is_named(function: Callable[..., Any], name: str) -> None:
+    call = partial(function, **accepted(function, good_inputs()), **{name: "tp"})
+    assert_rejected(TypeError, function.__name__, name, "ProcessGroup", "str", call)
 
 
 def test_a_group_without_distributed_is_rejected() -> None:
     call = partial(linear_log_probs, **accepted(linear_log_probs, good_inputs()), tp_group=object())
     assert_rejected(ValueError, "linear_log_probs", "tp_group", "not initialized", "object", call)
-
-
-def test_sharded_hidden_states_are_rejected(device_mesh: Any) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    inputs = good_inputs()
-    inputs["hidden"] = distribute_tensor(inputs["hidden"], device_mesh, [Shard(0)])
-    call = partial(linear_log_probs, **accepted(linear_log_probs, inputs))
-    assert_rejected(TypeError, "linear_log_probs", "hidden", "plain tensor", "DTensor", call)
 
 
 def peft_head(prepare: Callable[[Any], Any] = lambda head: None, kind: str = "LoraConfig", **config: Any) -> Any:

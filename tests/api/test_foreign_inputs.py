@@ -14,35 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.advantages import group_advantages
 from gspo_kernels.backends.precision import exact_products
-from gspo_kernels.sampler_mismatch import RolloutCorrection, importance_weights
+from gspo_kernels.sampler_mismatch import importance_weights
 
 B, T, H, V = 2, 3, 8, 11
-
-
-def fused_inputs() -> dict[str, Any]:
-    log_probs = -torch.rand(B, T)
-    return {
-        "hidden": torch.randn(B, T, H),
-        "lm_head": torch.randn(V, H),
-        "target_ids": torch.randint(V, (B, T)),
-        "advantages": torch.ones(B),
-        "mask": torch.ones(B, T),
-        "old_log_probs": log_probs,
-        "ref_log_probs": log_probs,
-        "rollout_log_probs": log_probs,
-        "token_weights": torch.ones(B, T),
-        "bias": torch.zeros(V),
-        "temperature": torch.ones(B, T),
-        "normalizer": torch.tensor(2.0),
-        "kl_normalizer": torch.tensor(2.0),
-        "objective": Objective(kl_coef=0.1, rollout_correction=RolloutCorrection()),
-    }
-
-
-TENSORS = [name for name, x in fused_inputs().items() if isinstance(x, Tensor)]
 
 
 def nested(x: Tensor, layout: torch.layout) -> Tensor:
@@ -51,17 +28,15 @@ def nested(x: Tensor, layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor(list(inner), layout=layout)
 
 
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_named(name: str) -> None:
-    inputs = fused_inputs()
-    inputs[name] = nested(inputs[name], torch.strided)
-    with pytest.raises(TypeError, match=f"^gspo_fused_loss: {name} must be a dense tensor .*, got a nested tensor$"):
-        gspo_fused_loss(**inputs)
-
-
 ONES = torch.ones(B, T)
+HIDDEN, WEIGHT, IDS = torch.ones(B, T, H), torch.ones(V, H), torch.ones(B, T).long()
 CALLS_WITH_A_NESTED_TENSOR: dict[str, Callable[[Tensor], object]] = {
+    "hidden": lambda x: linear_log_probs(x, WEIGHT, IDS),
+    "lm_head": lambda x: linear_log_probs(HIDDEN, x, IDS),
+    "target_ids": lambda x: linear_log_probs(HIDDEN, WEIGHT, x.long()),
+    "temperature": lambda x: linear_log_probs(HIDDEN, WEIGHT, IDS, temperature=x),
+    "advantages": lambda x: policy_loss(-ONES, x),
+    "token_weights": lambda x: policy_loss(-ONES, torch.ones(B), token_weights=x),
     "log_probs": lambda x: policy_loss(x, torch.ones(B)),
     "entropy": lambda x: policy_loss(-ONES, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1)),
     "cu_seqlens": lambda x: policy_loss(-torch.ones(5), torch.ones(B), cu_seqlens=x.long()),
@@ -71,10 +46,11 @@ CALLS_WITH_A_NESTED_TENSOR: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS_WITH_A_NESTED_TENSOR)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_named_by_other_functions(name: str) -> None:
+def test_a_nested_tensor_is_named(layout: torch.layout, name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a dense tensor .*, got a nested tensor$"):
-        CALLS_WITH_A_NESTED_TENSOR[name](nested(ONES, torch.jagged))
+        CALLS_WITH_A_NESTED_TENSOR[name](nested(HIDDEN if name == "hidden" else ONES, layout))
 
 
 @pytest.mark.parametrize("in_module", [False, True])

@@ -101,22 +101,16 @@ def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.Mo
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "512")
     monkeypatch.setenv("PATH_TO_A_SECRET", "secret")
     gpus = [diagnosis.Device(f"cuda:{i}", "NVIDIA H200, 140 GiB", "sm_90", "triton", "the kernels run") for i in (0, 1)]
-    results = [
-        checks.Check("cuda:0", "torch", "bfloat16", "ok", 0.5),
-        checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory."),
-    ]
+    crashed = checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory.")
     versions = {"torch": "2.13.0", "trl": None}
-    broken = diagnosis.Diagnosis(versions, [diagnosis.describe(CPU), *gpus], results, ["a remark"])
+    broken = diagnosis.Diagnosis(versions, [diagnosis.describe(CPU), *gpus], [crashed], ["a remark"])
     assert broken.paragraph.startswith(
         "torch 2.13.0. cuda:0, cuda:1: NVIDIA H200, 140 GiB, block shapes of sm_90; backend='auto' takes triton: the "
         "kernels run. Environment: "
     )
     assert "GSPO_WORKSPACE_MIB=512" in broken.paragraph and "secret" not in broken.paragraph
-    assert broken.paragraph.endswith(
-        "1 of 2 checks passed, with at most 0.5 of the allowed error (torch on cuda:0 in bfloat16). "
-        "triton on cuda:1 in bfloat16 crashed: OutOfResources: shared memory. a remark."
-    )
-    assert diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], results, []).paragraph == ""  # no accelerator
+    assert broken.paragraph.endswith("triton on cuda:1 in bfloat16 crashed: OutOfResources: shared memory. a remark.")
+    assert diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], [], []).paragraph == ""  # no accelerator
     monkeypatch.setattr(diagnosis, "diagnose", lambda *_: broken)
     assert run()[1].endswith(f"To report this machine in an issue, paste:\n\n{broken.paragraph}\n")
 

@@ -30,11 +30,6 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, o: Objective) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * advantages)
 
 
-def gspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2507.18071, eq. 5."""
-    return clipped_loss(sequence_ratio(lp, b), b.advantages, o).mean()
-
-
 def gspo_token(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
     """arXiv 2507.18071, eq. 13-14."""
     s = sequence_ratio(lp, b).detach()[:, None] * (lp - lp.detach()).exp()
@@ -44,26 +39,6 @@ def gspo_token(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 def token_losses(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
     return clipped_loss((lp - b.old).exp(), b.advantages[:, None], o) * b.double_mask()
-
-
-def grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2402.03300 without KL: a mean over each answer, then over answers."""
-    return (token_losses(lp, b, o).sum(1) / b.double_mask().sum(1)).mean()
-
-
-def dapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2503.14476: a mean over the tokens of all answers. TRL's BNPO is the same per micro-batch."""
-    return token_losses(lp, b, o).sum() / b.double_mask().sum()
-
-
-def dr_grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2503.20783 as in TRL: sum / (answers x longest completion)."""
-    return token_losses(lp, b, o).sum() / (len(b.advantages) * 32)
-
-
-def luspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2602.05261: GSPO's loss of each answer times its length."""
-    return (clipped_loss(sequence_ratio(lp, b), b.advantages, o) * b.double_mask().sum(1)).mean()
 
 
 def cispo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
@@ -89,11 +64,6 @@ def gmpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
     return (-b.advantages * ((r * m).sum(1) / m.sum(1)).exp()).mean()
 
 
-def reinforce(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """R. J. Williams (1992) with a baseline: -A log p(answer), averaged over answers."""
-    return (-b.advantages * (lp * b.double_mask()).sum(1)).mean()
-
-
 # Divergences of the distributions (p, 1 - p) and (q, 1 - q)
 BERNOULLI: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dppo_tv": lambda p, q: (p - q).abs(),
@@ -112,17 +82,23 @@ def dppo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 FORMULAS: dict[str, Formula] = {
-    "gspo": gspo,
+    # arXiv 2507.18071, eq. 5
+    "gspo": lambda lp, b, o: clipped_loss(sequence_ratio(lp, b), b.advantages, o).mean(),
     "gspo-token": gspo_token,
-    "grpo": grpo,
-    "dapo": dapo,
-    "bnpo": dapo,
-    "dr_grpo": dr_grpo,
-    "luspo": luspo,
+    # arXiv 2402.03300 without KL: a mean over each answer, then over answers
+    "grpo": lambda lp, b, o: (token_losses(lp, b, o).sum(1) / b.double_mask().sum(1)).mean(),
+    # arXiv 2503.14476: a mean over the tokens of all answers. TRL's BNPO is the same per micro-batch.
+    "dapo": lambda lp, b, o: token_losses(lp, b, o).sum() / b.double_mask().sum(),
+    "bnpo": lambda lp, b, o: token_losses(lp, b, o).sum() / b.double_mask().sum(),
+    # arXiv 2503.20783 as in TRL: sum / (answers x longest completion)
+    "dr_grpo": lambda lp, b, o: token_losses(lp, b, o).sum() / (len(b.advantages) * 32),
+    # arXiv 2602.05261: GSPO's loss of each answer times its length
+    "luspo": lambda lp, b, o: (clipped_loss(sequence_ratio(lp, b), b.advantages, o) * b.double_mask().sum(1)).mean(),
     "cispo": cispo,
     "sapo": sapo,
     "gmpo": gmpo,
-    "reinforce": reinforce,
+    # R. J. Williams (1992) with a baseline: -A log p(answer), averaged over answers
+    "reinforce": lambda lp, b, o: (-b.advantages * (lp * b.double_mask()).sum(1)).mean(),
     "dppo_tv": dppo,
     "dppo_kl": dppo,
 }

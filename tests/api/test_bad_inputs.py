@@ -7,12 +7,10 @@ failed nor successful calls write to the caller's tensors.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,6 @@ from helpers.samples import make_sample
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
-from gspo_kernels.advantages import group_advantages
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 B, T, H, V = 2, 3, 4, 7  # padded
@@ -65,30 +62,30 @@ def accepted(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, 
 MISSING = object()
 
 
-@dataclass(frozen=True)
 class Kind:
-    """A bad input and the error that it must raise.
+    """A bad input and the error that it must raise. The error names the first changed argument, or `name`."""
 
-    `change` replaces good arguments. The value MISSING removes an argument.
-    """
-
-    change: dict[str, Any]
-    error: type[Exception]
-    name: str
-    expected: str
-    got: str
-    packed: bool = False
-    functions: tuple[str, ...] = ()  # empty: all functions that have the arguments in `change`
-    autocast: bool = False
-
-    def inputs(self, function: Callable[..., Any]) -> dict[str, Any]:
-        inputs = {**good_inputs(self.packed), **self.change}
-        return accepted(function, {k: v for k, v in inputs.items() if v is not MISSING})
+    def __init__(
+        self,
+        error: type[Exception],
+        expected: str,
+        got: str,
+        *,
+        name: str | None = None,
+        packed: bool = False,
+        functions: tuple[str, ...] = (),  # empty: all functions that have the changed arguments
+        autocast: bool = False,
+        **change: Any,  # MISSING removes an argument
+    ) -> None:
+        self.error, self.expected, self.got, self.functions, self.autocast = error, expected, got, functions, autocast
+        self.name = next(iter(change)) if name is None else name
+        self.arguments = set(change)
+        self.all_inputs = {k: v for k, v in {**good_inputs(packed), **change}.items() if v is not MISSING}
 
     def applies_to(self, function: Callable[..., Any]) -> bool:
         if self.functions:
             return function.__name__ in self.functions
-        return set(self.change) <= set(inspect.signature(function).parameters)
+        return self.arguments <= set(inspect.signature(function).parameters)
 
 
 def ids(*values: int) -> Tensor:
@@ -115,6 +112,10 @@ def replace_forward(module: nn.Linear) -> None:
     module.forward = lambda input: input  # as accelerate's hooks do
 
 
+def add_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
 def sharded_away(module: nn.Linear) -> nn.Linear:
     module.weight = nn.Parameter(torch.ones(0))
     return module
@@ -126,313 +127,190 @@ T_, V_ = TypeError, ValueError
 
 KINDS: dict[str, Kind] = {
     # -- hidden states
-    "hidden-list": Kind({"hidden": [[1.0]]}, T_, "hidden", "tensor [B, T, H] or [N, H]", "list"),
-    "hidden-numpy": Kind({"hidden": np.zeros((B, T, H))}, T_, "hidden", "tensor", "ndarray"),
-    "hidden-none": Kind({"hidden": None}, T_, "hidden", "tensor", "None"),
-    "hidden-1d": Kind({"hidden": torch.ones(H)}, V_, "hidden", "[B, T, H] or [N, H]", "[4]"),
-    "hidden-4d": Kind({"hidden": torch.ones(1, B, T, H)}, V_, "hidden", "[B, T, H] or [N, H]", "[1, 2, 3, 4]"),
-    "hidden-integers": Kind({"hidden": torch.ones(B, T, H, dtype=torch.int64)}, T_, "hidden", "float32", "int64"),
-    "hidden-complex": Kind({"hidden": torch.ones(B, T, H, dtype=torch.complex64)}, T_, "hidden", "float32", "complex"),
-    "hidden-no-width": Kind({"hidden": torch.ones(B, T, 0)}, V_, "", "", "[2, 3, 0]"),
-    "hidden-width": Kind({"hidden": torch.ones(B, T, H + 1)}, V_, "lm_head", "H = 5", "[7, 4]"),
+    "hidden-list": Kind(T_, "tensor [B, T, H] or [N, H]", "list", hidden=[[1.0]]),
+    "hidden-none": Kind(T_, "tensor", "None", hidden=None),
+    "hidden-1d": Kind(V_, "[B, T, H] or [N, H]", "[4]", hidden=torch.ones(H)),
+    "hidden-integers": Kind(T_, "float32", "int64", hidden=torch.ones(B, T, H, dtype=torch.int64)),
+    "hidden-no-width": Kind(V_, "", "[2, 3, 0]", name="", hidden=torch.ones(B, T, 0)),
+    "hidden-width": Kind(V_, "H = 5", "[7, 4]", name="lm_head", hidden=torch.ones(B, T, H + 1)),
     # -- target ids
-    "ids-list": Kind({"target_ids": [[1, 2, 3]] * B}, T_, "target_ids", "tensor [2, 3] like hidden", "list"),
-    "ids-shape": Kind({"target_ids": ids()[:, :2]}, V_, "target_ids", "[2, 3] like hidden", "[2, 2]"),
-    "ids-flat": Kind({"target_ids": ids().flatten()}, V_, "target_ids", "[2, 3] like hidden", "[6]"),
-    "ids-int32": Kind({"target_ids": ids().int()}, T_, "target_ids", "int64", "int32"),
-    "ids-device": Kind({"target_ids": ids().to(META)}, V_, "target_ids", "on cpu", "meta"),
-    "ids-too-large": Kind({"target_ids": ids(V, V + 3)}, V_, "target_ids", "between 0 and 6", "[7, 10]"),
-    "ids-negative": Kind({"target_ids": ids(-1)}, V_, "target_ids", "between 0 and 6", "[-1]"),
-    "ids-ignored-but-counted": Kind({"target_ids": ids(-100)}, V_, "target_ids", "where mask is true", "[-100]"),
-    "ids-in-padded-vocabulary": Kind(
-        {"target_ids": ids(5), "vocab_size": 5}, V_, "target_ids", "between 0 and 4", "[5]"
-    ),
+    "ids-shape": Kind(V_, "[2, 3] like hidden", "[2, 2]", target_ids=ids()[:, :2]),
+    "ids-int32": Kind(T_, "int64", "int32", target_ids=ids().int()),
+    "ids-device": Kind(V_, "on cpu", "meta", target_ids=ids().to(META)),
+    "ids-too-large": Kind(V_, "between 0 and 6", "[7, 10]", target_ids=ids(V, V + 3)),
+    "ids-negative": Kind(V_, "between 0 and 6", "[-1]", target_ids=ids(-1)),
+    "ids-in-padded-vocabulary": Kind(V_, "between 0 and 4", "[5]", target_ids=ids(5), vocab_size=5),
     # -- mask
-    "mask-list": Kind({"mask": [[1, 1, 1]] * B}, T_, "mask", "tensor [2, 3]", "list"),
-    "mask-shape": Kind({"mask": torch.ones(B, 1)}, V_, "mask", "[2, 3]", "[2, 1]"),
-    "mask-dtype": Kind({"mask": torch.ones(B, T, dtype=torch.complex64)}, T_, "mask", "bool", "complex64"),
-    "mask-device": Kind({"mask": torch.ones(B, T, device=META)}, V_, "mask", "on cpu", "meta"),
-    "mask-two": Kind({"mask": tokens(2, torch.int64)}, V_, "mask", "0 or 1", "2"),
-    "mask-half": Kind({"mask": tokens(0.5)}, V_, "mask", "0 or 1", "0.5"),
-    "mask-nan": Kind({"mask": tokens(NAN)}, V_, "mask", "0 or 1", "nan"),
+    "mask-shape": Kind(V_, "[2, 3]", "[2, 1]", mask=torch.ones(B, 1)),
+    "mask-dtype": Kind(T_, "bool", "complex64", mask=torch.ones(B, T, dtype=torch.complex64)),
+    "mask-device": Kind(V_, "on cpu", "meta", mask=torch.ones(B, T, device=META)),
+    "mask-two": Kind(V_, "0 or 1", "2", mask=tokens(2, torch.int64)),
     # -- head
-    "head-none": Kind({"lm_head": None}, T_, "lm_head", "[V, H] with H = 4", "None"),
-    "head-numpy": Kind({"lm_head": np.zeros((V, H))}, T_, "lm_head", "[V, H] with H = 4", "ndarray"),
-    "head-list-under-autocast": Kind(
-        {"lm_head": [[0.0] * H] * V}, T_, "lm_head", "[V, H] with H = 4", "list", autocast=True
-    ),
-    "head-transposed": Kind({"lm_head": torch.ones(H, V)}, V_, "lm_head", "[V, H] with H = 4", "[4, 7]"),
-    "head-1d": Kind({"lm_head": torch.ones(H)}, V_, "lm_head", "[V, H] with H = 4", "[4]"),
-    "head-integers": Kind({"lm_head": torch.ones(V, H, dtype=torch.int8)}, T_, "lm_head", "float32", "int8"),
-    "head-device": Kind({"lm_head": torch.ones(V, H, device=META)}, V_, "lm_head", "on cpu", "meta"),
-    "head-mixed-dtypes": Kind(
-        {"lm_head": torch.ones(V, H, dtype=torch.bfloat16)}, T_, "lm_head", "float32", "bfloat16"
-    ),
+    "head-none": Kind(T_, "[V, H] with H = 4", "None", lm_head=None),
+    "head-list-under-autocast": Kind(T_, "[V, H] with H = 4", "list", autocast=True, lm_head=[[0.0] * H] * V),
+    "head-transposed": Kind(V_, "[V, H] with H = 4", "[4, 7]", lm_head=torch.ones(H, V)),
+    "head-1d": Kind(V_, "[V, H] with H = 4", "[4]", lm_head=torch.ones(H)),
+    "head-integers": Kind(T_, "float32", "int8", lm_head=torch.ones(V, H, dtype=torch.int8)),
+    "head-device": Kind(V_, "on cpu", "meta", lm_head=torch.ones(V, H, device=META)),
+    "head-mixed-dtypes": Kind(T_, "float32", "bfloat16", lm_head=torch.ones(V, H, dtype=torch.bfloat16)),
     "head-float32-body-half": Kind(
-        {"hidden": torch.ones(B, T, H, dtype=torch.float16)}, T_, "lm_head", "pass hidden.float()", "float32"
+        T_, "pass hidden.float()", "float32", name="lm_head", hidden=torch.ones(B, T, H, dtype=torch.float16)
     ),
-    "head-module-mixed-dtypes": Kind({"lm_head": linear().bfloat16()}, T_, "lm_head", "float32", "bfloat16"),
     "head-float64-under-autocast": Kind(
-        {"lm_head": torch.ones(V, H, dtype=torch.float64)}, T_, "lm_head", "dtype", "float64", autocast=True
+        T_, "dtype", "float64", autocast=True, lm_head=torch.ones(V, H, dtype=torch.float64)
     ),
-    "head-sharded-away": Kind({"lm_head": torch.ones(0)}, V_, "lm_head", "unsharded weight", "empty tensor [0]"),
-    "head-module-sharded-away": Kind(
-        {"lm_head": linear(sharded_away)},
-        V_,
-        "lm_head",
-        "unsharded weight",
-        "empty tensor [0]",
-    ),
+    "head-sharded-away": Kind(V_, "unsharded weight", "empty tensor [0]", lm_head=torch.ones(0)),
     "head-module-sharded-away-with-hooks": Kind(  # ZeRO-3 puts hooks on every module
-        {"lm_head": linear(lambda m: sharded_away(m).register_forward_pre_hook(lambda *_: None))},
         V_,
-        "lm_head",
         "unsharded weight",
         "empty tensor [0]",
+        lm_head=linear(lambda m: sharded_away(m).register_forward_pre_hook(lambda *_: None)),
     ),
-    "head-embedding": Kind({"lm_head": nn.Embedding(V, H)}, T_, "lm_head", "nn.Linear", "Embedding"),
-    "head-sequential": Kind({"lm_head": nn.Sequential(linear())}, T_, "lm_head", "nn.Linear", "Sequential"),
-    "head-subclass-with-another-forward": Kind(
-        {"lm_head": DoublingLinear(H, V)}, T_, "lm_head", "nn.Linear", "DoublingLinear"
-    ),
-    "head-with-replaced-forward": Kind({"lm_head": linear(replace_forward)}, T_, "lm_head", "nn.Linear", "forward"),
-    "head-with-forward-hook": Kind(
-        {"lm_head": linear(lambda m: m.register_forward_hook(lambda *_: None))}, T_, "lm_head", "nn.Linear", "hook"
-    ),
+    "head-embedding": Kind(T_, "nn.Linear", "Embedding", lm_head=nn.Embedding(V, H)),
+    "head-subclass-with-another-forward": Kind(T_, "nn.Linear", "DoublingLinear", lm_head=DoublingLinear(H, V)),
+    "head-with-replaced-forward": Kind(T_, "nn.Linear", "forward", lm_head=linear(replace_forward)),
+    "head-with-forward-hook": Kind(T_, "nn.Linear", "hook", lm_head=linear(add_hook)),
     "head-with-pre-hook": Kind(
-        {"lm_head": linear(lambda m: m.register_forward_pre_hook(lambda *_: None))}, T_, "lm_head", "nn.Linear", "hook"
+        T_, "nn.Linear", "hook", lm_head=linear(lambda m: m.register_forward_pre_hook(lambda *_: None))
     ),
     "head-with-backward-hook": Kind(
-        {"lm_head": linear(lambda m: m.register_full_backward_hook(lambda *_: None))},
-        T_,
-        "lm_head",
-        "nn.Linear",
-        "hook",
+        T_, "nn.Linear", "hook", lm_head=linear(lambda m: m.register_full_backward_hook(lambda *_: None))
     ),
     # -- bias
-    "bias-list": Kind({"bias": [0.0] * V}, T_, "bias", "[V] = [7]", "list"),
-    "bias-list-under-autocast": Kind({"bias": [0.0] * V}, T_, "bias", "[V] = [7]", "list", autocast=True),
-    "bias-shape": Kind({"bias": torch.ones(H)}, V_, "bias", "[V] = [7]", "[4]"),
-    "bias-dtype": Kind({"bias": torch.ones(V, dtype=torch.float64)}, T_, "bias", "float32", "float64"),
-    "bias-device": Kind({"bias": torch.ones(V, device=META)}, V_, "bias", "on cpu", "meta"),
-    "bias-twice": Kind({"lm_head": linear(bias=True), "bias": torch.ones(V)}, V_, "bias", "lm_head has a bias", "[7]"),
-    "bias-list-twice": Kind({"lm_head": linear(bias=True), "bias": [0.0]}, V_, "bias", "lm_head has a bias", ""),
+    "bias-shape": Kind(V_, "[V] = [7]", "[4]", bias=torch.ones(H)),
+    "bias-dtype": Kind(T_, "float32", "float64", bias=torch.ones(V, dtype=torch.float64)),
+    "bias-device": Kind(V_, "on cpu", "meta", bias=torch.ones(V, device=META)),
+    "bias-twice": Kind(V_, "lm_head has a bias", "[7]", name="bias", lm_head=linear(bias=True), bias=torch.ones(V)),
     # -- options of the head
-    "scale-zero": Kind({"logit_scale": 0.0}, V_, "logit_scale", "other than 0", "0.0"),
-    "scale-nan": Kind({"logit_scale": NAN}, V_, "logit_scale", "finite", "nan"),
-    "scale-inf": Kind({"logit_scale": INF}, V_, "logit_scale", "finite", "inf"),
-    "scale-text": Kind({"logit_scale": "1"}, T_, "logit_scale", "number", "'1'"),
-    "scale-bool": Kind({"logit_scale": True}, T_, "logit_scale", "number", "True"),
-    "scale-tensor": Kind({"logit_scale": torch.ones(())}, T_, "logit_scale", "number", "tensor"),
-    "scale-large-tensor": Kind({"logit_scale": torch.ones(60, 60)}, T_, "logit_scale", "number", "ensor"),
-    "softcap-zero": Kind({"logit_softcap": 0}, V_, "logit_softcap", "> 0", "0"),
-    "softcap-negative": Kind({"logit_softcap": -30.0}, V_, "logit_softcap", "> 0", "-30.0"),
-    "softcap-nan": Kind({"logit_softcap": NAN}, V_, "logit_softcap", "> 0", "nan"),
-    "softcap-text": Kind({"logit_softcap": "30"}, T_, "logit_softcap", "number", "'30'"),
-    "vocabulary-zero": Kind({"vocab_size": 0}, V_, "vocab_size", "between 1 and the 7 rows", "0"),
-    "vocabulary-too-large": Kind({"vocab_size": V + 1}, V_, "vocab_size", "between 1 and the 7 rows", "8"),
-    "vocabulary-float": Kind({"vocab_size": 7.0}, T_, "vocab_size", "int", "7.0"),
-    "vocabulary-bool": Kind({"vocab_size": True}, T_, "vocab_size", "int", "True"),
-    "temperature-zero": Kind({"temperature": 0}, V_, "temperature", "> 0", "0"),
-    "temperature-negative": Kind({"temperature": -1.0}, V_, "temperature", "> 0", "-1.0"),
-    "temperature-nan": Kind({"temperature": NAN}, V_, "temperature", "> 0", "nan"),
-    "temperature-inf": Kind({"temperature": INF}, V_, "temperature", "finite", "inf"),
-    "temperature-text": Kind({"temperature": "1.0"}, T_, "temperature", "number", "'1.0'"),
-    "temperature-bool": Kind({"temperature": True}, T_, "temperature", "number", "True"),
-    "temperature-list": Kind({"temperature": [1.0]}, T_, "temperature", "tensor", "[1.0]"),
-    "temperature-per-sequence": Kind({"temperature": torch.ones(B)}, V_, "temperature", "[2, 3]", "[2]"),
-    "temperature-integers": Kind({"temperature": torch.tensor(1)}, T_, "temperature", "float32", "int64"),
+    "scale-zero": Kind(V_, "other than 0", "0.0", logit_scale=0.0),
+    "scale-nan": Kind(V_, "finite", "nan", logit_scale=NAN),
+    "scale-beyond-float32": Kind(V_, "finite", "1e+300", logit_scale=1e300),
+    "scale-huge-int": Kind(V_, "finite", "type int", logit_scale=10**400),
+    "scale-large-tensor": Kind(T_, "number", "ensor", logit_scale=torch.ones(60, 60)),
+    "softcap-zero": Kind(V_, "> 0", "0", logit_softcap=0),
+    "softcap-subnormal": Kind(V_, "within float32", "e-45", logit_softcap=1e-45),
+    "vocabulary-zero": Kind(V_, "between 1 and the 7 rows", "0", vocab_size=0),
+    "vocabulary-too-large": Kind(V_, "between 1 and the 7 rows", "8", vocab_size=V + 1),
+    "vocabulary-float": Kind(T_, "int", "7.0", vocab_size=7.0),
+    "vocabulary-bool": Kind(T_, "int", "True", vocab_size=True),
+    "temperature-zero": Kind(V_, "> 0", "0", temperature=0),
+    "temperature-per-sequence": Kind(V_, "[2, 3]", "[2]", temperature=torch.ones(B)),
+    "temperature-integers": Kind(T_, "float32", "int64", temperature=torch.tensor(1)),
     "temperature-trained": Kind(
-        {"temperature": torch.ones((), requires_grad=True)}, V_, "temperature", "without gradient", "requires_grad=True"
+        V_, "without gradient", "requires_grad=True", temperature=torch.ones((), requires_grad=True)
     ),
-    "temperature-device": Kind({"temperature": torch.ones((), device=META)}, V_, "temperature", "on cpu", "meta"),
-    "temperature-tensor-zero": Kind({"temperature": torch.zeros(())}, V_, "temperature", "> 0 where mask is true", "0"),
-    "temperature-per-token-nan": Kind({"temperature": tokens(NAN)}, V_, "temperature", "where mask is true", "nan"),
-    "entropy-text": Kind({"entropy": "yes"}, T_, "entropy", "True or False", "'yes'", functions=WITH_HEAD),
-    "entropy-tensor": Kind({"entropy": tokens(1)}, T_, "entropy", "True or False", "ensor", functions=WITH_HEAD),
-    "entropy-none": Kind({"entropy": None}, T_, "entropy", "True or False", "None", functions=WITH_HEAD),
+    "temperature-device": Kind(V_, "on cpu", "meta", temperature=torch.ones((), device=META)),
+    "temperature-tensor-zero": Kind(V_, "> 0 where mask is true", "0", temperature=torch.zeros(())),
+    "entropy-none": Kind(T_, "True or False", "None", functions=WITH_HEAD, entropy=None),
     # -- advantages
-    "advantages-list": Kind({"advantages": [1.0, -1.0]}, T_, "advantages", "[B] = [2]", "list"),
-    "advantages-numpy": Kind({"advantages": np.ones(B)}, T_, "advantages", "[B] = [2]", "ndarray"),
-    "advantages-integers": Kind({"advantages": torch.ones(B, dtype=torch.int64)}, T_, "advantages", "float32", "int64"),
-    "advantages-shape": Kind({"advantages": torch.ones(T)}, V_, "advantages", "[B] = [2]", "[3]"),
-    "advantages-scalar": Kind({"advantages": torch.ones(())}, V_, "advantages", "[B] = [2]", "[]"),
-    "advantages-packed-shape": Kind(
-        {"advantages": torch.ones(S + 1)}, V_, "advantages", "[S] = [2] or [N] = [5]", "[3]", packed=True
-    ),
-    "advantages-device": Kind({"advantages": torch.ones(B, device=META)}, V_, "advantages", "on cpu", "meta"),
-    "advantages-nan": Kind(
-        {"advantages": torch.tensor([NAN, 1])}, V_, "advantages", "finite where mask is true", "nan"
-    ),
-    "advantages-inf": Kind({"advantages": torch.tensor([1, -INF])}, V_, "advantages", "finite", "-inf"),
-    "advantages-per-token-nan": Kind({"advantages": tokens(NAN)}, V_, "advantages", "finite where mask is true", "nan"),
+    "advantages-integers": Kind(T_, "float32", "int64", advantages=torch.ones(B, dtype=torch.int64)),
+    "advantages-shape": Kind(V_, "[B] = [2]", "[3]", advantages=torch.ones(T)),
+    "advantages-packed-shape": Kind(V_, "[S] = [2] or [N] = [5]", "[3]", packed=True, advantages=torch.ones(S + 1)),
+    "advantages-device": Kind(V_, "on cpu", "meta", advantages=torch.ones(B, device=META)),
+    "advantages-nan": Kind(V_, "finite where mask is true", "nan", advantages=torch.tensor([NAN, 1])),
     # -- sequences
     "offsets-decreasing": Kind(
-        {"cu_seqlens": torch.tensor([0, 4, 2, N])}, V_, "cu_seqlens", "non-decreasing", "[0, 4, 2, 5]", packed=True
+        V_, "non-decreasing", "[0, 4, 2, 5]", packed=True, cu_seqlens=torch.tensor([0, 4, 2, N])
     ),
-    "offsets-not-from-zero": Kind(
-        {"cu_seqlens": torch.tensor([1, 2, N])}, V_, "cu_seqlens", "starting at 0", "[1, 2, 5]", packed=True
-    ),
-    "offsets-too-short": Kind(
-        {"cu_seqlens": torch.tensor([0, 2, N - 1])}, V_, "cu_seqlens", "ending at N = 5", "[0, 2, 4]", packed=True
-    ),
-    "offsets-too-long": Kind(
-        {"cu_seqlens": torch.tensor([0, 2, N + 1])}, V_, "cu_seqlens", "ending at N = 5", "[0, 2, 6]", packed=True
-    ),
-    "offsets-of-no-sequence": Kind(
-        {"cu_seqlens": torch.tensor([0])}, V_, "cu_seqlens", "ending at N = 5", "a tensor [1]", packed=True
-    ),
-    "offsets-empty": Kind(
-        {"cu_seqlens": torch.tensor([], dtype=torch.int32)}, V_, "cu_seqlens", "[S + 1]", "a tensor [0]", packed=True
-    ),
-    "offsets-floats": Kind(
-        {"cu_seqlens": torch.tensor([0.0, 2, N])}, T_, "cu_seqlens", "int32 or int64", "float32", packed=True
-    ),
-    "offsets-2d": Kind({"cu_seqlens": torch.tensor([[0, 2, N]])}, V_, "cu_seqlens", "[S + 1]", "[1, 3]", packed=True),
-    "offsets-list": Kind({"cu_seqlens": [0, 2, N]}, T_, "cu_seqlens", "[S + 1]", "list", packed=True),
+    "offsets-not-from-zero": Kind(V_, "starting at 0", "[1, 2, 5]", packed=True, cu_seqlens=torch.tensor([1, 2, N])),
+    "offsets-too-short": Kind(V_, "ending at N = 5", "[0, 2, 4]", packed=True, cu_seqlens=torch.tensor([0, 2, N - 1])),
+    "offsets-of-no-sequence": Kind(V_, "ending at N = 5", "a tensor [1]", packed=True, cu_seqlens=torch.tensor([0])),
+    "offsets-floats": Kind(T_, "int32 or int64", "float32", packed=True, cu_seqlens=torch.tensor([0.0, 2, N])),
+    "offsets-2d": Kind(V_, "[S + 1]", "[1, 3]", packed=True, cu_seqlens=torch.tensor([[0, 2, N]])),
     "offsets-device": Kind(
-        {"cu_seqlens": torch.zeros(3, dtype=torch.int32, device=META)}, V_, "cu_seqlens", "on cpu", "meta", packed=True
+        V_, "on cpu", "meta", packed=True, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=META)
     ),
-    "offsets-missing": Kind(
-        {"cu_seqlens": MISSING}, V_, "cu_seqlens", "packed input", "None", packed=True, functions=FUSED
-    ),
+    "offsets-missing": Kind(V_, "packed input", "None", packed=True, functions=FUSED, cu_seqlens=MISSING),
     "offsets-missing-for-log-probs": Kind(
-        {"cu_seqlens": MISSING}, V_, "log_probs", "[N] with cu_seqlens", "[5]", packed=True, functions=POLICY
+        V_, "[N] with cu_seqlens", "[5]", name="log_probs", packed=True, functions=POLICY, cu_seqlens=MISSING
     ),
     "offsets-for-padded": Kind(
-        {"cu_seqlens": torch.tensor([0, T, 2 * T])},
-        V_,
-        "cu_seqlens",
-        "None for padded input",
-        "tensor",
-        functions=FUSED,
+        V_, "None for padded input", "tensor", functions=FUSED, cu_seqlens=torch.tensor([0, T, 2 * T])
     ),
     "offsets-for-padded-log-probs": Kind(
-        {"cu_seqlens": torch.tensor([0, T, 2 * T])}, V_, "log_probs", "[N] with cu_seqlens", "[2, 3]", functions=POLICY
+        V_, "[N] with cu_seqlens", "[2, 3]", name="log_probs", functions=POLICY, cu_seqlens=torch.tensor([0, T, 2 * T])
     ),
     "offsets-for-one-padded-row": Kind(
-        {"hidden": torch.ones(1, N, H), "target_ids": ids(1)[:1, :1].repeat(1, N), "mask": None},
         V_,
-        "cu_seqlens",
         "pass hidden[0], target_ids[0]",
         "[1, 5, H]",
+        name="cu_seqlens",
         packed=True,
         functions=FUSED,
+        hidden=torch.ones(1, N, H),
+        target_ids=ids(1)[:1, :1].repeat(1, N),
+        mask=None,
     ),
     "offsets-for-one-padded-row-of-log-probs": Kind(
-        {"log_probs": -torch.ones(1, N)}, V_, "log_probs", "pass log_probs[0]", "[1, 5]", packed=True, functions=POLICY
+        V_, "pass log_probs[0]", "[1, 5]", packed=True, functions=POLICY, log_probs=-torch.ones(1, N)
     ),
     # -- log-probs
-    "log-probs-half": Kind({"log_probs": tokens(-1, torch.float16)}, T_, "log_probs", "linear_log_probs", "float16"),
-    "log-probs-list": Kind({"log_probs": [[0.0]]}, T_, "log_probs", "tensor [B, T]", "list"),
-    "log-probs-3d": Kind({"log_probs": torch.ones(B, T, V)}, V_, "log_probs", "[B, T]", "[2, 3, 7]"),
-    "log-probs-integers": Kind({"log_probs": ids()}, T_, "log_probs", "float32 or float64", "int64"),
-    "old-bfloat16": Kind(
-        {"old_log_probs": tokens(-1, torch.bfloat16)}, T_, "old_log_probs", "float32 or float64", "bfloat16"
-    ),
-    "old-float16": Kind({"old_log_probs": tokens(-1, torch.float16)}, T_, "old_log_probs", "float32", "float16"),
-    "old-shape": Kind({"old_log_probs": torch.ones(B, T + 1)}, V_, "old_log_probs", "[2, 3], one per token", "[2, 4]"),
-    "old-per-sequence": Kind({"old_log_probs": torch.ones(B)}, V_, "old_log_probs", "[2, 3], one per token", "[2]"),
-    "old-integers": Kind({"old_log_probs": ids()}, T_, "old_log_probs", "float32 or float64", "int64"),
-    "old-list": Kind({"old_log_probs": [[0.0] * T] * B}, T_, "old_log_probs", "[2, 3]", "list"),
-    "old-device": Kind({"old_log_probs": torch.ones(B, T, device=META)}, V_, "old_log_probs", "on cpu", "meta"),
-    "ref-bfloat16": Kind({"ref_log_probs": tokens(-1, torch.bfloat16)}, T_, "ref_log_probs", "float32", "bfloat16"),
-    "ref-shape": Kind({"ref_log_probs": torch.ones(T, B)}, V_, "ref_log_probs", "[2, 3]", "[3, 2]"),
-    "ref-missing": Kind({"objective": Objective(kl_coef=0.1)}, V_, "ref_log_probs", "objective.kl_coef > 0", "None"),
+    "log-probs-half": Kind(T_, "linear_log_probs", "float16", log_probs=tokens(-1, torch.float16)),
+    "log-probs-list": Kind(T_, "tensor [B, T]", "list", log_probs=[[0.0]]),
+    "log-probs-3d": Kind(V_, "[B, T]", "[2, 3, 7]", log_probs=torch.ones(B, T, V)),
+    "old-bfloat16": Kind(T_, "float32 or float64", "bfloat16", old_log_probs=tokens(-1, torch.bfloat16)),
+    "old-shape": Kind(V_, "[2, 3], one per token", "[2, 4]", old_log_probs=torch.ones(B, T + 1)),
+    "old-device": Kind(V_, "on cpu", "meta", old_log_probs=torch.ones(B, T, device=META)),
+    "ref-bfloat16": Kind(T_, "float32", "bfloat16", ref_log_probs=tokens(-1, torch.bfloat16)),
+    "ref-missing": Kind(V_, "objective.kl_coef > 0", "None", name="ref_log_probs", objective=Objective(kl_coef=0.1)),
     "rollout-missing": Kind(
-        {"objective": CORRECTED, "old_log_probs": tokens(-1)}, V_, "rollout_log_probs", "given", "None"
+        V_, "given", "None", name="rollout_log_probs", objective=CORRECTED, old_log_probs=tokens(-1)
     ),
     "rollout-without-old": Kind(
-        {"objective": CORRECTED, "rollout_log_probs": tokens(-1), "old_log_probs": None},
-        V_,
-        "old_log_probs",
-        "given",
-        "None",
-    ),
-    "rollout-shape": Kind(
-        {"objective": CORRECTED, "old_log_probs": tokens(-1), "rollout_log_probs": torch.zeros(2)},
-        V_,
-        "rollout_log_probs",
-        "one per token",
-        "[2]",
+        V_, "given", "None", name="old_log_probs", objective=CORRECTED, rollout_log_probs=tokens(-1), old_log_probs=None
     ),
     "rollout-nan": Kind(
-        {"objective": CORRECTED, "old_log_probs": tokens(-1), "rollout_log_probs": tokens(NAN)},
         V_,
-        "rollout_log_probs",
         "torch.where(rollout_log_probs.isnan(), old_log_probs, rollout_log_probs)",
         "nan",
+        name="rollout_log_probs",
+        objective=CORRECTED,
+        old_log_probs=tokens(-1),
+        rollout_log_probs=tokens(NAN),
     ),
-    "rollout-unread": Kind(
-        {"rollout_log_probs": tokens(-1)}, V_, "rollout_log_probs", "objective.rollout_correction is None", "tensor"
-    ),
-    "weights-per-sequence": Kind({"token_weights": torch.ones(B)}, V_, "token_weights", "[2, 3] or [B, 1]", "[2]"),
-    "weights-packed-shape": Kind({"token_weights": torch.ones(S)}, V_, "token_weights", "[5]", "[2]", packed=True),
-    "weights-integers": Kind({"token_weights": ids()}, T_, "token_weights", "float32", "int64"),
-    "weights-negative": Kind({"token_weights": tokens(-0.5)}, V_, "token_weights", ">= 0 where mask", "-0.5"),
-    "weights-nan": Kind({"token_weights": tokens(NAN)}, V_, "token_weights", ">= 0 where mask", "nan"),
-    "weights-list": Kind({"token_weights": [1.0]}, T_, "token_weights", "[2, 3]", "list"),
-    "weights-device": Kind({"token_weights": torch.ones(B, T, device=META)}, V_, "token_weights", "on cpu", "meta"),
+    "rollout-unread": Kind(V_, "objective.rollout_correction is None", "tensor", rollout_log_probs=tokens(-1)),
+    "weights-per-sequence": Kind(V_, "[2, 3] or [B, 1]", "[2]", token_weights=torch.ones(B)),
+    "weights-packed-shape": Kind(V_, "[5]", "[2]", packed=True, token_weights=torch.ones(S)),
+    "weights-integers": Kind(T_, "float32", "int64", token_weights=ids()),
+    "weights-negative": Kind(V_, ">= 0 where mask", "-0.5", token_weights=tokens(-0.5)),
+    "weights-inf": Kind(V_, ">= 0 where mask", "inf", token_weights=tokens(INF)),
+    "weights-device": Kind(V_, "on cpu", "meta", token_weights=torch.ones(B, T, device=META)),
     # -- the loss
     "entropy-missing": Kind(
-        {"objective": Objective(entropy_coef=0.1)},
         V_,
-        "entropy",
         "objective.entropy_coef is not 0",
         "None",
+        name="entropy",
         functions=POLICY,
+        objective=Objective(entropy_coef=0.1),
     ),
-    "entropy-bfloat16": Kind(
-        {"entropy": tokens(1, torch.bfloat16)}, T_, "entropy", "float32 or float64", "bfloat16", functions=POLICY
-    ),
-    "entropy-shape": Kind({"entropy": torch.ones(B)}, V_, "entropy", "like log_probs", "[2]", functions=POLICY),
-    "entropy-flag": Kind({"entropy": True}, T_, "entropy", "like log_probs", "bool", functions=POLICY),
-    "objective-dict": Kind({"objective": {"clip_low": 0.1}}, T_, "objective", "Objective", "dict"),
-    "objective-name": Kind({"objective": "gspo"}, T_, "objective", "Objective", "str"),
-    "objective-none": Kind({"objective": None}, T_, "objective", "Objective", "None"),
-    "normalizer-zero": Kind({"normalizer": 0}, V_, "normalizer", "> 0", "0"),
-    "normalizer-negative": Kind({"normalizer": -4.0}, V_, "normalizer", "> 0", "-4.0"),
-    "normalizer-nan": Kind({"normalizer": NAN}, V_, "normalizer", "finite", "nan"),
-    "normalizer-text": Kind({"normalizer": "4"}, T_, "normalizer", "number", "'4'"),
-    "normalizer-bool": Kind({"normalizer": True}, T_, "normalizer", "number", "True"),
-    "normalizer-tensor-zero": Kind({"normalizer": torch.tensor(0.0)}, V_, "normalizer", "> 0", "0.0"),
-    "normalizer-tensor-zero-int": Kind({"normalizer": torch.tensor(0)}, V_, "normalizer", "> 0", "0"),
-    "normalizer-tensor-negative": Kind({"normalizer": torch.tensor(-4.0)}, V_, "normalizer", "> 0", "-4.0"),
-    "normalizer-tensor-nan": Kind({"normalizer": torch.tensor(NAN)}, V_, "normalizer", "finite", "nan"),
-    "normalizer-tensor-inf": Kind({"normalizer": torch.tensor(math.inf)}, V_, "normalizer", "finite", "inf"),
-    "normalizer-tensor-zero-fp16": Kind({"normalizer": torch.tensor(0.0).half()}, V_, "normalizer", "> 0", "0.0"),
-    "normalizer-tensor-fp16": Kind({"normalizer": torch.tensor(1e5).half()}, V_, "normalizer", "finite", "inf"),
-    "normalizer-tensor-bf16": Kind({"normalizer": torch.tensor(1e39).bfloat16()}, V_, "normalizer", "finite", "inf"),
-    "kl-normalizer-tensor-zero": Kind({"kl_normalizer": torch.tensor(0)}, V_, "kl_normalizer", "> 0", "0"),
-    "normalizer-1d": Kind({"normalizer": torch.ones(1)}, V_, "normalizer", "no dimension", "[1]"),
-    "normalizer-bool-tensor": Kind({"normalizer": torch.tensor(True)}, T_, "normalizer", "float32", "bool"),
-    "normalizer-device": Kind({"normalizer": torch.ones((), device=META)}, V_, "normalizer", "on cpu", "meta"),
-    "kl-normalizer-without-kl": Kind(
-        {"kl_normalizer": 2.0}, V_, "kl_normalizer", "None, because objective.kl_coef is 0", "2.0"
-    ),
-    "old-log-probs-positive": Kind({"old_log_probs": tokens(0.3)}, V_, "old_log_probs", "<= 0 where mask", "0.3"),
-    "old-log-probs-inf": Kind({"old_log_probs": tokens(INF)}, V_, "old_log_probs", "<= 0 where mask", "inf"),
-    "ref-log-probs-positive": Kind({"ref_log_probs": tokens(2.0)}, V_, "ref_log_probs", "<= 0 where mask", "2.0"),
-    "log-probs-positive": Kind({"log_probs": tokens(0.3)}, V_, "log_probs", "<= 0 where mask", "0.3"),
+    "entropy-bfloat16": Kind(T_, "float32 or float64", "bfloat16", functions=POLICY, entropy=tokens(1, torch.bfloat16)),
+    "entropy-shape": Kind(V_, "like log_probs", "[2]", functions=POLICY, entropy=torch.ones(B)),
+    "objective-dict": Kind(T_, "Objective", "dict", objective={"clip_low": 0.1}),
+    "normalizer-zero": Kind(V_, "> 0", "0", normalizer=0),
+    "normalizer-nan": Kind(V_, "finite", "nan", normalizer=NAN),
+    "normalizer-subnormal": Kind(V_, "> 0", "1e-50", normalizer=1e-50),
+    "normalizer-tensor-zero": Kind(V_, "> 0", "0.0", normalizer=torch.tensor(0.0)),
+    "normalizer-tensor-inf": Kind(V_, "finite", "inf", normalizer=torch.tensor(math.inf)),
+    "normalizer-tensor-zero-fp16": Kind(V_, "> 0", "0.0", normalizer=torch.tensor(0.0).half()),
+    "kl-normalizer-tensor-zero": Kind(V_, "> 0", "0", kl_normalizer=torch.tensor(0)),
+    "normalizer-1d": Kind(V_, "no dimension", "[1]", normalizer=torch.ones(1)),
+    "normalizer-bool-tensor": Kind(T_, "float32", "bool", normalizer=torch.tensor(True)),
+    "normalizer-device": Kind(V_, "on cpu", "meta", normalizer=torch.ones((), device=META)),
+    "kl-normalizer-without-kl": Kind(V_, "None, because objective.kl_coef is 0", "2.0", kl_normalizer=2.0),
+    "old-log-probs-positive": Kind(V_, "<= 0 where mask", "0.3", old_log_probs=tokens(0.3)),
+    "ref-log-probs-positive": Kind(V_, "<= 0 where mask", "2.0", ref_log_probs=tokens(2.0)),
+    "log-probs-positive": Kind(V_, "<= 0 where mask", "0.3", log_probs=tokens(0.3)),
     "rollout-log-probs-positive": Kind(
-        {"rollout_log_probs": tokens(1.5), "objective": CORRECTED}, V_, "rollout_log_probs", "<= 0 where mask", "1.5"
+        V_, "<= 0 where mask", "1.5", rollout_log_probs=tokens(1.5), objective=CORRECTED
     ),
-    "entropy-negative": Kind({"entropy": tokens(-0.3)}, V_, "entropy", ">= 0 where mask", "-0.3", functions=POLICY),
-    "kl-normalizer-zero": Kind({"kl_normalizer": 0.0}, V_, "kl_normalizer", "> 0", "0.0"),
-    "kl-normalizer-1d": Kind({"kl_normalizer": torch.ones(B)}, V_, "kl_normalizer", "no dimension", "[2]"),
-    "budget": Kind({"gradient_budget": 1.0}, V_, "gradient_budget", "below 1", "1.0"),
-    "budget-negative": Kind({"gradient_budget": -1e-3}, V_, "gradient_budget", "0 (exact)", "-0.001"),
-    "budget-nan": Kind({"gradient_budget": NAN}, V_, "gradient_budget", "below 1", "nan"),
+    "entropy-negative": Kind(V_, ">= 0 where mask", "-0.3", functions=POLICY, entropy=tokens(-0.3)),
+    "budget": Kind(V_, "below 1", "1.0", gradient_budget=1.0),
+    "budget-negative": Kind(V_, "0 (exact)", "-0.001", gradient_budget=-1e-3),
     "budget-bonus": Kind(
-        {"gradient_budget": 1e-3, "objective": Objective(entropy_coef=0.1)},
-        V_,
-        "gradient_budget",
-        "0 with an entropy bonus",
-        "0.001",
+        V_, "0 with an entropy bonus", "0.001", gradient_budget=1e-3, objective=Objective(entropy_coef=0.1)
     ),
-    "budget-text": Kind({"gradient_budget": "0"}, T_, "gradient_budget", "number", "'0'"),
-    "backend-unknown": Kind({"backend": "cuda"}, V_, "backend", "'auto', 'torch', 'triton'", "'cuda'"),
-    "backend-none": Kind({"backend": None}, V_, "backend", "'auto', 'torch', 'triton'", "None"),
+    "backend-unknown": Kind(V_, "'auto', 'torch', 'triton'", "'cuda'", backend="cuda"),
 }
 
 
@@ -447,7 +325,7 @@ def cases() -> list[Any]:
 
 
 def fingerprint(*inputs: Any) -> list[Any]:
-    """Return the bytes of all tensors and arrays in `inputs`, and the version counters of the tensors."""
+    """Return the bytes and version counters of all tensors in `inputs`, and the text of all other values."""
     values: list[Any] = []
     for x in inputs:
         if isinstance(x, dict):
@@ -458,7 +336,7 @@ def fingerprint(*inputs: Any) -> list[Any]:
             data = None if x.device.type == "meta" else x.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
             values.append((x._version, x.requires_grad, data))
         else:
-            values.append(copy.deepcopy(x.tolist() if isinstance(x, np.ndarray) else repr(x)))
+            values.append(repr(x))
     return values
 
 
@@ -483,7 +361,7 @@ def assert_rejected(
 
 @pytest.mark.parametrize(("kind", "function"), cases())
 def test_a_bad_input_is_named_and_nothing_is_written(kind: Kind, function: Callable[..., Any]) -> None:
-    inputs = kind.inputs(function)
+    inputs = accepted(function, kind.all_inputs)
     before = fingerprint(inputs)
     context = torch.autocast("cpu", torch.bfloat16) if kind.autocast else contextlib.nullcontext()
     with context:
@@ -491,38 +369,23 @@ def test_a_bad_input_is_named_and_nothing_is_written(kind: Kind, function: Calla
     assert fingerprint(inputs) == before
 
 
-def test_the_good_inputs_are_accepted(backend: str) -> None:
-    for packed in (False, True):
-        for function in FUNCTIONS.values():
-            function(**accepted(function, good_inputs(packed)), backend=backend)
-
-
 OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "ratio": ({"ratio": "sentence"}, V_, "ratio", "'sequence', 'sequence-token', 'token'", "'sentence'"),
-    "ratio-none": ({"ratio": None}, V_, "ratio", "'sequence'", "None"),
     "surrogate": ({"surrogate": "clamp"}, V_, "surrogate", "'clip'", "'clamp'"),
     "aggregation": ({"aggregation": "mean"}, V_, "aggregation", "'token-mean'", "'mean'"),
     "kl-estimator": ({"kl_estimator": "k4"}, V_, "kl_estimator", "'k1', 'k2', 'k3'", "'k4'"),
     "kl-aggregation": ({"kl_aggregation": "sum"}, V_, "kl_aggregation", "'token-mean'", "'sum'"),
     "kl-ratio-factor": ({"kl_ratio_factor": 1}, T_, "kl_ratio_factor", "True or False", "1"),
-    "clip-low-negative": ({"clip_low": -0.1}, V_, "clip_low", "< 1", "-0.1"),
     "clip-low-one": ({"clip_low": 1.0}, V_, "clip_low", "< 1", "1.0"),
     "clip-low-nan": ({"clip_low": NAN}, V_, "clip_low", "< 1", "nan"),
     "clip-low-text": ({"clip_low": "3e-4"}, T_, "clip_low", "number", "'3e-4'"),
     "clip-low-bool": ({"clip_low": False}, T_, "clip_low", "number", "False"),
     "clip-high-negative": ({"clip_high": -1e-9}, V_, "clip_high", ">= 0", "-1e-09"),
-    "clip-high-none": ({"clip_high": None}, T_, "clip_high", "number", "None"),
-    "clip-high-tensor": ({"clip_high": torch.tensor(0.2)}, T_, "clip_high", "number", "tensor"),
     "dual-clip-one": ({"dual_clip": 1.0}, V_, "dual_clip", "> 1", "1.0"),
-    "dual-clip-text": ({"dual_clip": "3"}, T_, "dual_clip", "number", "'3'"),
     "delta-inside-window": ({"clip_high": 0.2, "delta": 1.2}, V_, "delta", "1 + clip_high", "1.2"),
     "kl-coef-negative": ({"kl_coef": -0.1}, V_, "kl_coef", ">= 0", "-0.1"),
-    "kl-coef-inf": ({"kl_coef": INF}, V_, "kl_coef", "finite", "inf"),
-    "entropy-coef-nan": ({"entropy_coef": NAN}, V_, "entropy_coef", "finite", "nan"),
     "length-norm-missing": ({"aggregation": "seq-mean-token-sum-norm"}, V_, "length_norm", "number", "None"),
     "length-norm-missing-for-kl": ({"kl_aggregation": "seq-mean-token-sum-norm"}, V_, "length_norm", "number", "None"),
-    "length-norm-zero": ({"length_norm": 0}, V_, "length_norm", "> 0", "0"),
-    "length-norm-text": ({"length_norm": "4096"}, T_, "length_norm", "number", "'4096'"),
     "rollout-correction": ({"rollout_correction": "tis"}, T_, "rollout_correction", "RolloutCorrection", "'tis'"),
     "no-rollout-correction": ({"rollout_correction": ()}, T_, "rollout_correction", "at least one", "()"),
     "rollout-correction-list": (
@@ -540,8 +403,8 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "dppo-delta": ({"surrogate": "dppo_tv", "ratio": "token", "delta": 3.0}, V_, "delta", "'dppo_tv'", "3.0"),
     "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", ">= 1e-30", "0"),
     "clip-high-beyond-float32": ({"clip_high": 1e39}, V_, "clip_high", "within float32", "1e+39"),
-    "dual-clip-beyond-float32": ({"dual_clip": 1e300}, V_, "dual_clip", "within float32", "1e+300"),
     "clip-high-fraction": ({"clip_high": Fraction(10**400)}, V_, "clip_high", "within float32", "type Fraction"),
+    "dual-clip-huge-int": ({"dual_clip": 10**400}, V_, "dual_clip", "> 1", "type int"),
     "sapo-temperature-tiny": ({"sapo_temperature_pos": 1e-31}, V_, "sapo_temperature_pos", "1e-30", "1e-31"),
     "dual-clip-unread": ({"surrogate": "cispo", "dual_clip": 3.0}, V_, "dual_clip", "surrogate='cispo'", "3.0"),
     "delta-unread": ({"surrogate": "none", "delta": 3.0}, V_, "delta", "surrogate='none'", "3.0"),
@@ -572,101 +435,30 @@ def test_a_field_of_the_objective_as_an_argument_is_named(function: Callable[...
         function(**accepted(function, good_inputs()), cliplow=1e-3)
 
 
-GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
-    "rewards-list": ({"rewards": [1.0, 0.0]}, T_, "rewards", "tensor [B]", "list"),
-    "rewards-integers": ({"rewards": torch.tensor([1, 0, 0, 1])}, T_, "rewards", "float32", "int64"),
-    "rewards-2d": ({"rewards": torch.ones(2, 2)}, V_, "rewards", "[B]", "[2, 2]"),
-    "group-size-zero": ({"group_size": 0}, V_, "group_size", ">= 1", "0"),
-    "group-size-no-divisor": ({"group_size": 3}, V_, "group_size", "divisor of the 4 rewards", "3"),
-    "group-size-float": ({"group_size": 2.0}, T_, "group_size", "int", "2.0"),
-    "group-size-bool": ({"group_size": True}, T_, "group_size", "int", "True"),
-    "eps-negative": ({"eps": -1e-6}, V_, "eps", ">= 0", "-1e-06"),
-    "eps-nan": ({"eps": NAN}, V_, "eps", ">= 0", "nan"),
-    "eps-text": ({"eps": "0"}, T_, "eps", "number", "'0'"),
-    "scale-unknown": ({"scale": "std"}, V_, "scale", "'group', 'leave-one-out', 'batch', 'none'", "'std'"),
-    "baseline-none": ({"baseline": None}, V_, "baseline", "'mean', 'leave-one-out', 'none'", "None"),
-    "ddof-two": ({"ddof": 2}, V_, "ddof", "0 or 1", "2"),
-    "no-groups": ({"group_size": None}, V_, "group_size", "group_ids", "neither"),
-    "both-groups": (
-        {"group_ids": torch.zeros(4, dtype=torch.int64)},
-        V_,
-        "group_size",
-        "without group_ids, or group_ids without group_size",
-        "both",
-    ),
-    "group-ids-floats": ({"group_size": None, "group_ids": torch.zeros(4)}, T_, "group_ids", "int64", "float32"),
-    "group-ids-short": ({"group_size": None, "group_ids": torch.arange(3)}, V_, "group_ids", "[4]", "[3]"),
-}
-
-
-@pytest.mark.parametrize("kind", GROUPS)
-def test_a_bad_argument_of_group_advantages_is_named(kind: str) -> None:
-    change, error, name, expected, got = GROUPS[kind]
-    inputs = {"rewards": torch.tensor([1.0, 0.0, 0.5, 1.0]), "group_size": 2, **change}
-    before = fingerprint(inputs)
-    assert_rejected(error, "group_advantages", name, expected, got, lambda: group_advantages(**inputs))
-    assert fingerprint(inputs) == before
-
-
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "many", "256 MiB"])
 def test_a_bad_workspace_limit_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", text)
-    inputs = accepted(linear_log_probs, good_inputs())
-    before = fingerprint(inputs)
     with pytest.raises(ValueError, match="GSPO_WORKSPACE_MIB must be an integer number of MiB from 1 to") as caught:
-        linear_log_probs(**inputs, backend="torch")
+        linear_log_probs(**accepted(linear_log_probs, good_inputs()), backend="torch")
     assert repr(text) in str(caught.value)
-    assert fingerprint(inputs) == before
 
 
 @pytest.fixture
-def device_mesh(tmp_path: Path) -> Iterator[Any]:
+def one_process(tmp_path: Path) -> Iterator[None]:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available() or distributed.is_initialized():
         pytest.skip("needs torch.distributed, not yet initialized in this process")
-    from torch.distributed.device_mesh import init_device_mesh
-
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("as_module", [False, True])
-def test_a_head_that_is_not_sharded_by_vocabulary_is_rejected(
-    device_mesh: Any, as_module: bool, autocast: bool
-) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    weight = distribute_tensor(torch.ones(V, H), device_mesh, [Shard(1)])
-    head = weight
-    if as_module:
-        head = linear(lambda m: setattr(m, "weight", nn.Parameter(weight)))
-        head.register_forward_pre_hook(lambda *_: None)  # as FSDP does
-    for function in (gspo_fused_loss, linear_log_probs):
-        inputs = accepted(function, {**good_inputs(), "lm_head": head})
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            assert_rejected(
-                TypeError,
-                function.__name__,
-                "lm_head",
-                "Shard(0)",
-                "DTensor",
-                partial(function, **inputs),
-            )
-
-
-def test_groups_that_are_none_are_named(device_mesh: Any) -> None:
-    inputs = accepted(linear_log_probs, good_inputs())
-    for group in ("tp", 2):
-        call = partial(linear_log_probs, **inputs, tp_group=group)
-        assert_rejected(TypeError, "linear_log_probs", "tp_group", "ProcessGroup", type(group).__name__, call)
-    loss = accepted(gspo_fused_loss, good_inputs())
-    call = partial(gspo_fused_loss, **loss, cp_group="cp")
-    assert_rejected(TypeError, "gspo_fused_loss", "cp_group", "ProcessGroup", "str", call)
-    call = partial(linear_log_probs, **inputs, tp_group=device_mesh, reduce_hidden="sum")
-    assert_rejected(ValueError, "linear_log_probs", "reduce_hidden", "'all', 'none'", "'sum'", call)
+@pytest.mark.parametrize(("function", "name"), [(linear_log_probs, "tp_group"), (gspo_fused_loss, "cp_group")])
+@pytest.mark.usefixtures("one_process")
+def test_a_group_that_is_none_is_named(function: Callable[..., Any], name: str) -> None:
+    call = partial(function, **accepted(function, good_inputs()), **{name: "tp"})
+    assert_rejected(TypeError, function.__name__, name, "ProcessGroup", "str", call)
 
 
 def test_a_group_without_distributed_is_rejected() -> None:
@@ -674,34 +466,13 @@ def test_a_group_without_distributed_is_rejected() -> None:
     assert_rejected(ValueError, "linear_log_probs", "tp_group", "not initialized", "object", call)
 
 
-def test_sharded_hidden_states_are_rejected(device_mesh: Any) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    inputs = good_inputs()
-    inputs["hidden"] = distribute_tensor(inputs["hidden"], device_mesh, [Shard(0)])
-    call = accepted(linear_log_probs, inputs)
-    assert_rejected(
-        TypeError, "linear_log_probs", "hidden", "plain tensor", "DTensor", lambda: linear_log_probs(**call)
-    )
-
-
-def peft_head(**config: Any) -> Any:
+def peft_head(prepare: Callable[[Any], Any] = lambda head: None, kind: str = "LoraConfig", **config: Any) -> Any:
+    """Return a head in PEFT's layer for a configuration of class `kind`, after `prepare` has changed it."""
     peft = pytest.importorskip("peft")
     model = nn.ModuleDict({"lm_head": linear()})
-    config = {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False, **config}
-    peft.inject_adapter_in_model(peft.LoraConfig(**config), model)
+    peft.inject_adapter_in_model(getattr(peft, kind)(target_modules=["lm_head"], **config), model)
+    prepare(model["lm_head"])
     return model["lm_head"]
-
-
-def with_hook(head: Any) -> Any:
-    head.register_forward_hook(lambda *_: None)
-    return head
-
-
-def with_hook_inside(part: str) -> Any:
-    head = peft_head()
-    with_hook(getattr(head, part)["default"])
-    return head
 
 
 def saved_with_hook(of_the_wrapper: bool) -> Any:
@@ -709,50 +480,51 @@ def saved_with_hook(of_the_wrapper: bool) -> Any:
     model = nn.ModuleDict({"lm_head": linear(), "body": nn.Linear(H, H)})
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"]))
     wrapper = model.base_model.model["lm_head"]
-    with_hook(wrapper if of_the_wrapper else wrapper.modules_to_save["default"])
+    add_hook(wrapper if of_the_wrapper else wrapper.modules_to_save["default"])
     return wrapper
 
 
-def merged_and_disabled() -> Any:
-    head = peft_head()
+def merge_and_disable(head: Any) -> None:
     head.merge()
     head.enable_adapters(False)
-    return head
 
 
-def ia3() -> Any:
+def add_dora(head: Any) -> None:
     peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"lm_head": linear()})
-    peft.inject_adapter_in_model(peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]), model)
-    return model["lm_head"]
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
+    peft.inject_adapter_in_model(config, nn.ModuleDict({"lm_head": head}), adapter_name="another")
+    head.set_adapter(["default", "another"])
 
 
-def adalora() -> Any:
-    peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"lm_head": linear()})
-    peft.inject_adapter_in_model(peft.AdaLoraConfig(target_modules=["lm_head"], total_step=10), model)
-    return model["lm_head"]
-
-
-def lora_on_replaced_forward() -> Any:
-    head = peft_head()
-    head.base_layer.forward = lambda input: input
-    return head
+def quantize(head: Any) -> None:
+    """Make the base layer a Linear whose forward does not multiply by its weight, like bitsandbytes' Linear4bit."""
+    head.base_layer.__class__ = DoublingLinear
 
 
 ADAPTERS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
-    "dora": (lambda: peft_head(use_dora=True), ValueError, "plain LoRA", "Dora"),
-    "lora-bias": (lambda: peft_head(lora_bias=True), ValueError, "no LoRA bias", "LoRA bias"),
-    "merged-and-disabled": (merged_and_disabled, ValueError, "unmerged before it is disabled", "still merged"),
-    "ia3": (ia3, TypeError, "LoRA", "ia3"),
-    "adalora": (adalora, TypeError, "LoRA", "SVDLinear"),
-    "hook-on-the-wrapper": (lambda: with_hook(peft_head()), TypeError, "nn.Linear", "hook"),
-    "hook-on-lora-a": (lambda: with_hook_inside("lora_A"), TypeError, "nn.Linear", "hook"),
-    "hook-on-lora-b": (lambda: with_hook_inside("lora_B"), TypeError, "nn.Linear", "hook"),
-    "hook-on-dropout": (lambda: with_hook_inside("lora_dropout"), TypeError, "nn.Linear", "hook"),
-    "hook-on-modules-to-save": (lambda: saved_with_hook(True), TypeError, "nn.Linear", "hook"),
-    "hook-on-the-saved-module": (lambda: saved_with_hook(False), TypeError, "nn.Linear", "hook"),
-    "base-with-replaced-forward": (lora_on_replaced_forward, TypeError, "nn.Linear", "forward"),
+    "dora": (lambda: peft_head(use_dora=True), V_, "plain LoRA", "Dora"),
+    "dora-beside-plain-lora": (lambda: peft_head(add_dora), V_, "plain LoRA", "Dora"),
+    "lora-bias": (lambda: peft_head(lora_bias=True), V_, "no LoRA bias", "LoRA bias"),
+    "merged-and-disabled": (lambda: peft_head(merge_and_disable), V_, "unmerged before", "still merged"),
+    "ia3": (lambda: peft_head(kind="IA3Config", feedforward_modules=[]), T_, "LoRA", "ia3"),
+    "adalora": (lambda: peft_head(kind="AdaLoraConfig", total_step=10), T_, "LoRA", "SVDLinear"),
+    "hook-on-the-wrapper": (lambda: peft_head(add_hook), T_, "nn.Linear", "hook"),
+    "hook-on-lora-a": (lambda: peft_head(lambda head: add_hook(head.lora_A["default"])), T_, "nn.Linear", "hook"),
+    "hook-on-dropout": (
+        lambda: peft_head(lambda head: add_hook(head.lora_dropout["default"]), lora_dropout=0.1),
+        T_,
+        "nn.Linear",
+        "hook",
+    ),
+    "hook-on-modules-to-save": (lambda: saved_with_hook(True), T_, "nn.Linear", "hook"),
+    "hook-on-the-saved-module": (lambda: saved_with_hook(False), T_, "nn.Linear", "hook"),
+    "base-with-replaced-forward": (
+        lambda: peft_head(lambda head: replace_forward(head.base_layer)),
+        T_,
+        "nn.Linear",
+        "forward",
+    ),
+    "quantized-base": (lambda: peft_head(quantize), T_, "nn.Linear", "DoublingLinear with a custom forward"),
 }
 
 
@@ -769,28 +541,9 @@ def test_an_unsupported_adapter_is_named(kind: str) -> None:
 
 
 def test_hidden_states_of_the_wrong_width_for_an_adapter_are_named() -> None:
-    head = peft_head()
-    inputs = good_inputs()
-    call = accepted(linear_log_probs, {**inputs, "hidden": torch.ones(B, T, H + 1), "lm_head": head})
-    assert_rejected(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", lambda: linear_log_probs(**call))
-
-
-def test_values_at_masked_positions_are_not_checked(backend: str) -> None:
-    mask = torch.ones(B, T, dtype=torch.bool)
-    mask[0, 1] = mask[1, 2] = False
-
-    def call(garbage: float, bad_id: int) -> Any:
-        inputs = good_inputs()
-        inputs |= {"mask": mask, "advantages": tokens(1.0), "temperature": tokens(1.0), "token_weights": tokens(1.0)}
-        for name in ("advantages", "old_log_probs", "temperature", "token_weights"):
-            inputs[name][~mask] = garbage
-        inputs["target_ids"][~mask] = bad_id
-        return gspo_fused_loss(**accepted(gspo_fused_loss, inputs), backend=backend)
-
-    expected = call(1.0, 0)
-    for garbage, bad_id in ((NAN, -100), (INF, V), (-INF, -1), (NAN, 2**62)):
-        out = call(garbage, bad_id)
-        assert torch.equal(out.loss, expected.loss) and out.metrics["invalid"] == 0
+    inputs = {**good_inputs(), "hidden": torch.ones(B, T, H + 1), "lm_head": peft_head()}
+    call = partial(linear_log_probs, **accepted(linear_log_probs, inputs))
+    assert_rejected(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", call)
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -807,40 +560,30 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_a_successful_call_and_its_backward_write_to_no_input(name: str, autocast: bool, backend: str) -> None:
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.01)
     sample = make_sample(1, objective=objective, **CALLS[name])
-    normalizer = torch.tensor(9.0)
-    leaves = {"hidden": sample.leaves["hidden"], "lm_head": sample.leaves["weight"]}
-    if "bias" in sample.leaves:
-        leaves["bias"] = sample.leaves["bias"]
-    shared = {**sample.options, "advantages": sample.advantages, "target_ids": sample.target_ids}
-    shared |= {"objective": objective, "normalizer": normalizer, "backend": backend}
+    inputs: dict[str, Any] = {
+        "hidden": sample.leaves["hidden"],
+        "lm_head": sample.leaves["weight"],
+        "bias": sample.leaves.get("bias"),
+        "target_ids": sample.target_ids,
+        "advantages": sample.advantages,
+        "objective": objective,
+        "normalizer": torch.tensor(9.0),
+        "backend": backend,
+        **sample.options,
+    }
+    before = fingerprint(inputs)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for entropy in (False, True):
-            inputs = {**leaves, **shared, "entropy": entropy}
-            before = fingerprint(inputs)
-            out = gspo_fused_loss(**inputs)
-            lp = linear_log_probs(**accepted(linear_log_probs, {**inputs, "entropy": True}))
-            terms = {"log_probs": lp.log_probs, "entropy": lp.entropy}
-            terms_before = fingerprint(terms)
-            chained = policy_loss(**accepted(policy_loss, {**inputs, **terms}))
-            upstream = torch.tensor(0.5, dtype=out.loss.dtype)
-            out.loss.backward(upstream)
-            chained.loss.backward(upstream)
-            assert upstream == 0.5
-            assert fingerprint(inputs) == before
-            assert fingerprint(terms) == terms_before
-
-
-class LossOfLogProbs(torch.nn.Module):
-    """The loss as a function of log-probs only."""
-
-    def forward(self, log_probs: Tensor) -> Tensor:
-        return policy_loss(log_probs, torch.ones(B)).loss
-
-
-def test_forward_mode_is_rejected() -> None:
-    x = torch.full((B, T), -1.0)
-    call = partial(torch.func.jvp, LossOfLogProbs(), (x,), (torch.ones_like(x),))
-    assert_rejected(TypeError, "policy_loss", "log_probs", "reverse mode", "dual tensor", call)
+        out = gspo_fused_loss(**inputs)
+        lp = linear_log_probs(**accepted(linear_log_probs, inputs), entropy=True)
+        terms = {"log_probs": lp.log_probs, "entropy": lp.entropy}
+        terms_before = fingerprint(terms)
+        chained = policy_loss(**accepted(policy_loss, inputs), **terms)
+        upstream = torch.tensor(0.5, dtype=out.loss.dtype)
+        out.loss.backward(upstream)
+        chained.loss.backward(upstream)
+    assert upstream == 0.5
+    assert fingerprint(inputs) == before
+    assert fingerprint(terms) == terms_before
 
 
 def test_rounded_and_masked_log_probs_and_entropies_are_accepted() -> None:
@@ -860,38 +603,12 @@ def test_rounded_and_masked_log_probs_and_entropies_are_accepted() -> None:
     assert out.loss.isfinite() and out.metrics["invalid"] == 0
 
 
-HUGE: dict[str, tuple[str, Any]] = {
-    "normalizer-overflows-fp32": ("normalizer", 1e300),
-    "normalizer-underflows-fp32": ("normalizer", 1e-50),
-    "normalizer-huge-int": ("normalizer", 10**400),
-    "temperature-underflows-fp32": ("temperature", 1e-45),
-    "temperature-huge-int": ("temperature", 10**300),
-    "scale-overflows-fp32": ("logit_scale", 1e300),
-    "scale-huge-int": ("logit_scale", 10**400),
-    "softcap-underflows-fp32": ("logit_softcap", 1e-45),
-}
-
-
-@pytest.mark.parametrize("kind", HUGE)
-def test_numbers_that_float32_cannot_hold_are_named(kind: str) -> None:
-    name, value = HUGE[kind]
-    inputs = accepted(gspo_fused_loss, good_inputs())
-    call = partial(gspo_fused_loss, **inputs, **{name: value})
-    assert_rejected(
-        ValueError, "gspo_fused_loss", name, "finite number", "e" if isinstance(value, float) else "int", call
-    )
-
-
-def test_an_objective_of_huge_ints_is_rejected() -> None:
-    assert_rejected(ValueError, "Objective", "dual_clip", "> 1", "int", partial(Objective, dual_clip=10**400))
-
-
 def test_sparse_and_lazy_heads_are_named() -> None:
     inputs = accepted(linear_log_probs, good_inputs())
-    sparse = {**inputs, "lm_head": inputs["lm_head"].to_sparse()}
-    assert_rejected(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", partial(linear_log_probs, **sparse))
-    lazy = {**inputs, "lm_head": nn.LazyLinear(V)}
-    assert_rejected(ValueError, "linear_log_probs", "lm_head", "initialized", "lazy", partial(linear_log_probs, **lazy))
+    sparse = partial(linear_log_probs, **{**inputs, "lm_head": inputs["lm_head"].to_sparse()})
+    assert_rejected(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", sparse)
+    lazy = partial(linear_log_probs, **{**inputs, "lm_head": nn.LazyLinear(V)})
+    assert_rejected(ValueError, "linear_log_probs", "lm_head", "initialized", "lazy", lazy)
 
 
 def test_numpy_numbers_are_accepted() -> None:

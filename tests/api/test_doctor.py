@@ -16,24 +16,20 @@ import pytest
 import tolerance
 import torch
 from helpers.readme import CONSTRAINTS
-from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
+from tolerance import LOSS_PER_ADVANTAGE, check_loss
 from typer.testing import CliRunner
 
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.self_check import verdict
-from gspo_kernels.reference import gspo_reference_loss
 from gspo_kernels.tools.cli import app
 from gspo_kernels.tools.doctor import checks, compile_gate, diagnosis, packages
 from gspo_kernels.tools.doctor.checks import (
     CPU,
     DTYPES,
     check,
-    decisions,
     error_ratio,
     loss_error_ratio,
-    make_batch,
-    outputs,
 )
 
 # Kernels are interpreted in this process, so the doctor checks the Triton backend on the CPU without --interpret.
@@ -87,14 +83,6 @@ def test_all_checks_pass_and_the_json_reports_it() -> None:
         assert 0 < result["error_ratio"] == max(result["ratios"].values()) <= 1
 
 
-@pytest.mark.slow
-def test_the_text_reports_the_same() -> None:
-    code, out = run()
-    assert code == 0
-    assert "backend='auto' takes torch" in out and "checks agree with float64" in out
-    assert all(f"{backend} on cpu in {dtype}" in out for backend in ("torch", "triton") for dtype in DTYPES)
-
-
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=139.8 * 2**30)
@@ -114,27 +102,18 @@ def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.Mo
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "512")
     monkeypatch.setenv("PATH_TO_A_SECRET", "secret")
     gpus = [diagnosis.Device(f"cuda:{i}", "NVIDIA H200, 140 GiB", "sm_90", "triton", "the kernels run") for i in (0, 1)]
-    results = [
-        checks.Check("cuda:0", "triton", "bfloat16", "ok", 0.25),
-        checks.Check("cuda:0", "torch", "bfloat16", "ok", 0.5),
-        checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory."),
-    ]
+    crashed = checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory.")
     versions = {"torch": "2.13.0", "trl": None}
-    broken = diagnosis.Diagnosis(versions, [diagnosis.describe(CPU), *gpus], results, ["a remark"])
+    broken = diagnosis.Diagnosis(versions, [diagnosis.describe(CPU), *gpus], [crashed], ["a remark"])
     assert broken.paragraph.startswith(
         "torch 2.13.0. cuda:0, cuda:1: NVIDIA H200, 140 GiB, block shapes of sm_90; backend='auto' takes triton: the "
         "kernels run. Environment: "
     )
     assert "GSPO_WORKSPACE_MIB=512" in broken.paragraph and "secret" not in broken.paragraph
-    assert broken.paragraph.endswith(
-        "2 of 3 checks passed, with at most 0.5 of the allowed error (torch on cuda:0 in bfloat16). "
-        "triton on cuda:1 in bfloat16 crashed: OutOfResources: shared memory. a remark."
-    )
-    assert diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], results, []).paragraph == ""  # no accelerator
+    assert broken.paragraph.endswith("triton on cuda:1 in bfloat16 crashed: OutOfResources: shared memory. a remark.")
+    assert diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], [], []).paragraph == ""  # no accelerator
     monkeypatch.setattr(diagnosis, "diagnose", lambda *_: broken)
-    report = f"{broken.verdict}\n\nTo report this machine in an issue, paste:\n\n{broken.paragraph}\n"
-    assert run()[1].endswith(report)
-    assert run_json()[1]["paragraph"] == broken.paragraph
+    assert run()[1].endswith(f"To report this machine in an issue, paste:\n\n{broken.paragraph}\n")
 
 
 def test_versions_are_listed_as_installed_tested_and_supported(
@@ -186,20 +165,6 @@ def test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_o
     assert remarks({"torch": "ok"}, torch=f"{pins['torch']}+cpu", triton="3.6.0") == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_batch_has_every_clip_decision_far_from_the_bounds(dtype: str) -> None:
-    batch = make_batch(DTYPES[dtype])
-    truth = outputs(gspo_reference_loss, batch.in_dtype(torch.float64))
-    assert decisions(truth.d_hidden).tolist() == [True, False, False, True, False, True, True]
-    difference = truth.log_probs - batch.old_log_probs
-    unmasked = batch.target_ids != -100
-    assert not unmasked.all()
-    bounds = torch.tensor([math.log1p(-3e-4), math.log1p(4e-4)], dtype=torch.float64)
-    sequences = zip(difference.split(checks.LENGTHS), unmasked.split(checks.LENGTHS), strict=True)
-    for log_ratio, keep in sequences:
-        assert (log_ratio[keep].mean() - bounds).abs().min() > 5 * decision_band(int(keep.sum()))
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_the_doctor_has_the_tolerance_of_the_tests(dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
@@ -216,22 +181,18 @@ def test_the_doctor_has_the_tolerance_of_the_tests(dtype: torch.dtype) -> None:
     assert math.isnan(error_ratio(ours, same, truth, dtype))
 
 
-@pytest.mark.parametrize("truth", [0.0, 0.3, 40.0])
+@pytest.mark.parametrize("truth", [0.0, 40.0])
 def test_the_doctor_has_the_tolerance_of_the_tests_for_losses(truth: float) -> None:
-    assert checks.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
     loss, advantages = torch.tensor(truth, dtype=torch.float64), torch.tensor([1.0, -3.0])
     limit = LOSS_PER_ADVANTAGE * max(2.0, truth)
-    assert loss_error_ratio(loss + 0.9 * limit, loss, advantages) == pytest.approx(0.9, rel=1e-6)
     check_loss(loss + 0.9 * limit, loss, advantages)
-    assert loss_error_ratio(loss + 1.1 * limit, loss, advantages) == pytest.approx(1.1, rel=1e-6)
     with pytest.raises(AssertionError, match="loss off by"):
         check_loss(loss + 1.1 * limit, loss, advantages)
+    for factor in (0.9, 1.1):
+        assert loss_error_ratio(loss + factor * limit, loss, advantages) == pytest.approx(factor, rel=1e-6)
 
 
 # -- wrong results
-
-
-FORWARD = "forward_and_keep"
 
 
 def wrong_forward(change: Any) -> Any:
@@ -252,13 +213,7 @@ def wrong_backward(change: Any) -> Any:
 FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # function, its replacement, wrong output, dtypes that detect it
     "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
     "gradients 5 % too large": ("head_backward", wrong_backward(lambda g: g * 1.05), "d_weight", set(DTYPES)),
-    "bf16 log-probs": (
-        FORWARD,
-        wrong_forward(lambda lp: lp.bfloat16().float()),
-        "log_probs",
-        set(DTYPES),
-    ),
-    "log-probs off by 1e-4": (FORWARD, wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
+    "log-probs off by 1e-4": ("forward_and_keep", wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
 }
 
 
@@ -277,11 +232,7 @@ def test_a_wrong_backend_is_named(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_clip_decision_is_wrong_at_any_size_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def barely_clipped(*arguments: Any) -> Any:
-        """Return gradients with 1e-30 in place of 0."""
-        return tuple(None if g is None else torch.where(g == 0, 1e-30, g) for g in backward(*arguments))
-
-    backward = torch_backend.head_backward
+    barely_clipped = wrong_backward(lambda g: torch.where(g == 0, 1e-30, g))
     monkeypatch.setattr(torch_backend, "head_backward", barely_clipped)
     result = check(CPU, "torch", "float32")
     assert result.verdict == "wrong" and result.wrong_decisions == 3
@@ -300,22 +251,6 @@ def test_non_finite_gradients_are_wrong_and_the_json_is_valid(monkeypatch: pytes
     assert of_torch["message"] == "not finite: d_weight"
     code, out = run()
     assert code == 1 and "torch on cpu in float32: not finite: d_weight" in out
-
-
-@pytest.mark.slow
-def test_a_crash_is_reported_and_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(*_: Any) -> None:
-        raise RuntimeError("out of\nluck [/]")
-
-    monkeypatch.setattr(torch_backend, "head_backward", crash)
-    code, report = run_json()
-    assert code == 1 and "torch on cpu in float32 crashes" in report["verdict"]
-    assert "triton" not in report["verdict"]
-    of_torch, of_triton = ([c for c in report["checks"] if c["backend"] == name] for name in ("torch", "triton"))
-    assert all(c["verdict"] == "crashed" and c["message"] == "RuntimeError: out of luck [/]" for c in of_torch)
-    assert all(c["verdict"] == "ok" for c in of_triton)
-    code, out = run()
-    assert code == 1 and "torch on cpu in bfloat16: RuntimeError: out of luck [/]" in out
 
 
 def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,25 +272,25 @@ def test_a_missing_triton_is_reported() -> None:
     code, report = run_process(before='sys.modules["triton"] = None')
     assert code == 0 and report["ok"]
     assert report["remarks"][0].startswith("Triton cannot be imported: ModuleNotFoundError")
-    cpu = report["devices"][0]
-    assert cpu["auto"] == "torch" and "Triton cannot be imported" in cpu["why"]
+    assert report["devices"][0]["auto"] == "torch"
     assert [(c["backend"], c["verdict"]) for c in report["checks"] if c["device"] == "cpu"] == [("torch", "ok")] * 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
-def test_a_broken_triton_is_reported(error: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "verdict"),
+    [
+        ("ImportError", 0, "ok"),
+        ("RuntimeError", 1, "crashed"),  # torch's operators import Triton, and catch ImportError only
+    ],
+)
+def test_a_broken_triton_is_reported(error: str, code: int, verdict: str, tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(f'raise {error}("built for another libc")')
-    code, report = run_process(PYTHONPATH=str(tmp_path))
+    returned, report = run_process(PYTHONPATH=str(tmp_path))
     assert f"Triton cannot be imported: {error}: built for another libc" in report["remarks"]
-    assert "built for another libc" in report["devices"][0]["why"]
-    verdicts = [c["verdict"] for c in report["checks"] if c["device"] == "cpu"]
-    if error == "ImportError":
-        assert code == 0 and verdicts == ["ok"] * 3
-    else:  # torch's operators import Triton, and catch ImportError only
-        assert code == 1 and verdicts == ["crashed"] * 3
-        assert report["checks"][0]["message"] == "RuntimeError: built for another libc"
+    assert returned == code
+    assert [c["verdict"] for c in report["checks"] if c["device"] == "cpu"] == [verdict] * 3
 
 
 def raises(error: Exception) -> Any:
@@ -442,12 +377,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def test_compiled_kernels_are_listed(compiler: list[list[str]]) -> None:
-    code, out = run("--compile", "--architecture", "sm_90", "--architecture", "sm_100")
-    assert code == 0 and compiler == [["sm_90", "sm_100"]]
-    assert all(text in out for text in ("forward_tile", "168", "98304", "714", "16", "Good: all 1 kernels compile"))
-
-
 def test_spills_are_allowed_only_where_they_are_known_and_then_reported(
     compiler: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,22 +395,19 @@ def test_spills_are_allowed_only_where_they_are_known_and_then_reported(
 
 
 def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) -> None:
-    code, out = run("--compile")
-    assert code == 1 and "1 of 2 kernels fail." in out
-    assert "sm_90 gradient_tile, bf16: CompilationError: [/] at 3:4" in out
     code, report = run_json("--compile")
     assert code == 1 and not report["ok"] and report["verdict"] == "1 of 2 kernels fail."
     assert report["rows"][0]["report"]["registers"] == 168 and report["rows"][1]["report"] is None
     assert report["rows"][1]["faults"] == BAD.faults
     assert set(compiler[0]) == set(compile_gate.SHARED_MEMORY)  # without --architecture, all are compiled
+    assert "sm_90 gradient_tile, bf16: CompilationError: [/] at 3:4" in run("--compile")[1]
 
 
-def test_the_shape_of_a_head_is_compiled(compiler: list[list[str]]) -> None:
-    code, out = run("--compile", "--architecture", "sm_90", "--shape", "3584,152064")
-    assert code == 0 and compiler == [["sm_90", (3584, 152_064)]] and "714" in out
-    for bad in ("3584", "a,b", "0,100", "64,1", f"{2**20},100", "64,2147483647"):
-        code, out = run("--compile", "--shape", bad)
-        assert code == 2 and f"got '{bad}'" in " ".join(out.split()) and len(compiler) == 1
+def test_kernels_of_a_head_are_compiled_and_listed(compiler: list[list[str]]) -> None:
+    arguments = ("--compile", "--architecture", "sm_90", "--architecture", "sm_100", "--shape", "3584,152064")
+    code, out = run(*arguments)
+    assert code == 0 and compiler == [["sm_90", "sm_100", (3584, 152_064)]]
+    assert all(text in out for text in ("forward_tile", "168", "98304", "714", "16", "Good: all 1 kernels compile"))
 
 
 @pytest.mark.slow
@@ -498,14 +424,6 @@ def test_without_triton_nothing_compiles() -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_present() -> None:
-    code, report = run_process("--compile", "--architecture", "sm_90")
-    assert {row["architecture"] for row in report["rows"]} == {"sm_90"}
-    assert {row["kernel"] for row in report["rows"]} >= {"forward_tile", "gradient_tile", "sequence_loss"}
-    assert code == any(row["faults"] for row in report["rows"])  # test_compile_gate.py asserts that there are no faults
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -513,7 +431,6 @@ def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_present() -> None:
         (["--compile", "--interpret"], "not both"),
         (["--architecture", "sm_90"], "requires --compile"),
         (["--shape", "64,1000"], "requires --compile"),
-        (["--shape", ""], "requires --compile"),
     ],
 )
 def test_options_that_exclude_each_other_are_named(arguments: list[str], message: str) -> None:
@@ -521,7 +438,14 @@ def test_options_that_exclude_each_other_are_named(arguments: list[str], message
     assert code == 2 and message in " ".join(out.split())
 
 
-def test_an_unknown_architecture_is_rejected(compiler: list[list[str]]) -> None:
-    assert run("--compile", "--architecture", "")[0] == 2
-    code, out = run("--compile", "--architecture", "sm_70")
-    assert code == 2 and "choose from sm_80" in " ".join(out.split()) and not compiler
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--architecture", "", ""),
+        ("--architecture", "sm_70", "choose from sm_80"),
+        *(("--shape", x, f"got '{x}'") for x in ("3584", "a,b", "0,100", "64,1", f"{2**20},100", "64,2147483647")),
+    ],
+)
+def test_a_bad_architecture_or_shape_is_named(option: str, value: str, message: str, compiler: list[list[str]]) -> None:
+    code, out = run("--compile", option, value)
+    assert code == 2 and message in " ".join(out.split()) and not compiler

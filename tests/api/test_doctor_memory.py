@@ -36,11 +36,11 @@ def sizes(*arguments: str) -> list[dict[str, Any]]:
     return report["sizes"]
 
 
-def fused(advantages: torch.Tensor, dtype: torch.dtype, mib: int) -> Any:
+def fused(advantages: torch.Tensor, dtype: torch.dtype, mib: int, old: torch.Tensor | None = None) -> Any:
     rng = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, H, generator=rng).to(dtype).requires_grad_() for shape in ((8, N // 8), (V,)))
     ids = torch.randint(V, (8, N // 8), generator=rng)
-    return gspo_fused_loss(hidden, weight, ids, advantages, cache_mib=mib, backend="torch")
+    return gspo_fused_loss(hidden, weight, ids, advantages, old_log_probs=old, cache_mib=mib, backend="torch")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -64,21 +64,14 @@ def test_passes_and_peak_are_those_of_a_step(dtype: str) -> None:
 
 def test_passes_of_the_rl_like_step_are_those_of_a_step() -> None:
     """Two sequences have advantage 0, and the one in the middle of the others is clipped."""
+    advantages = torch.tensor([0.0, 0, 1, 1, 1, 1, 1, 1])
     for row in sizes("--memory", BATCH, "--dtype", "fp32"):
-        out = rl_like(row["cache_mib"])
+        old = fused(advantages, torch.float32, 0).log_probs.clone()
+        old[4] -= 0.01
+        out = fused(advantages, torch.float32, row["cache_mib"], old)
         assert out.metrics["zero_coefficient_share"].item() == 3 / 8
         # The cache holds whole sequences here, so it may hold the clipped sequence or not.
         assert out.metrics["passes"].item() == pytest.approx(row["passes_rl_like"], abs=1 / 8)
-
-
-def rl_like(mib: int) -> Any:
-    rng = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, H, generator=rng).requires_grad_() for shape in ((8, N // 8), (V,)))
-    ids = torch.randint(V, (8, N // 8), generator=rng)
-    advantages = torch.tensor([0.0, 0, 1, 1, 1, 1, 1, 1])
-    old = gspo_fused_loss(hidden, weight, ids, advantages, backend="torch").log_probs.clone()
-    old[4] -= 0.01
-    return gspo_fused_loss(hidden, weight, ids, advantages, old_log_probs=old, cache_mib=mib, backend="torch")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -106,15 +99,14 @@ def test_the_numbers_of_a_rank_are_printed() -> None:
     """16,384 tokens, 63 tiles of 256 columns and the target's logit; 24 and 56 bytes per sequence."""
     code, out = run(*LLAMA, "--tp", "8", "--cp", "2")
     assert code == 0 and "a rank of TP 8 x CP 2: 16,384 tokens, H = 4,096, 16,128 rows of V = 128,256" in out
-    table, with_entropies, d_hidden = (4 * 16_384 * n for n in (2 * 63 + 1, 3 * 63 + 1, 4096 // 2))
-    assert f"tp_group, 8 ranks: all-gather of the results of tiles, {table:,} bytes ({with_entropies:,} with" in out
+    table, d_hidden = 4 * 16_384 * (2 * 63 + 1), 4 * 16_384 * 4096 // 2
+    assert f"tp_group, 8 ranks: all-gather of the results of tiles, {table:,} bytes" in out
     assert f"tp_group, 8 ranks: all-reduce of d_hidden, {d_hidden:,} bytes" in out
     assert "cp_group, 2 ranks: all-gather of the sums before the clip gate, 24 bytes per sequence" in out
     assert "cp_group, 2 ranks: all-gather of the sums after it, 56 bytes per sequence" in out
-    assert "Inputs: hidden 128, weight 126 MiB." in out and "Not all shards begin" not in out
     dense_step, received = 4 * 2 * 16_384 * 4096 * 16_128, 7 * table + 2 * 7 / 8 * d_hidden
     assert f"{dense_step / received:,.0f} operations per byte" in out
-    assert "pad V to a multiple of 256 times --tp" in run(*LLAMA, "--tp", "2")[1]
+    assert "Not all shards begin" not in out and "pad V to a multiple of 256 times --tp" in run(*LLAMA, "--tp", "2")[1]
     assert "_group" not in run(*LLAMA)[1]
 
 
@@ -161,9 +153,6 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
     [
         (["--memory", "1,2"], "--memory: expected N,H,V such as 8192,4096,151936"),
         (["--memory", "0,64,100"], "N of 1 to 2,147,483,648, H of 1 to 65,536, V of 2 to 4,194,304, got '0,64,100'"),
-        (["--memory", "8,8,1"], "got '8,8,1'"),
-        (["--memory", "1024,896,99999999999"], "got '1024,896,99999999999'"),
-        (["--memory", "a,b,c"], "got 'a,b,c'"),
         (["--memory", BATCH, "--dtype", "int8"], "--dtype: expected one of fp32, bf16, fp16, float32"),
         (["--memory", BATCH, "--architecture", "sm_1"], "--architecture: 'sm_1': choose from sm_80"),
         (["--memory", BATCH, "--architecture", "sm_80", "--architecture", "sm_90"], "expected one architecture"),
@@ -171,7 +160,6 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
         (["--dtype", "bf16"], "--dtype: requires --memory"),
         (["--shape", "64,100", "--memory", BATCH], "--shape: requires --compile"),
         (["--tp", "2"], "--tp: requires --memory"),
-        (["--cp", "2", "--compile"], "--cp: requires --memory"),
         (["--memory", BATCH, "--tp", "0"], "--tp: expected 1 to 4,096 ranks, got 0"),
         (["--memory", BATCH, "--cp", "5000"], "--cp: expected 1 to 4,096 ranks, got 5000"),
         (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 in --memory, got 3"),
@@ -196,15 +184,8 @@ def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_default_of_a_gpu_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 GiB: the 1,280 MiB keep 5,120 of 16,384 rows of 256 KiB."""
     monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
     monkeypatch.setattr(memory, "cache_of_device", lambda device: 1280)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     cuda = torch.device("cuda")
     assert memory.default_cache_mib(cuda, None) == (1280, "1/64 of the total memory of a GPU")
-    with tuning.assume("sm_90"), FakeTensorMode():
-        head = memory.Batch(16_384, 4096, 131_072).head(torch.bfloat16)
-        found, full = (memory.size(head, "triton", mib, memory.full_cache_mib(head, "triton")) for mib in (1280, 2**20))
-        assert (found.kept_rows, found.passes_dense) == (5 / 16, 4 - 5 / 16)
-        most = memory.full_cache_mib(head, "triton")
-        assert full.passes_dense == 3 and full.peak_mib == found.peak_mib - 1280 + most

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,35 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.advantages import group_advantages
 from gspo_kernels.backends.precision import exact_products
-from gspo_kernels.sampler_mismatch import RolloutCorrection, importance_weights
+from gspo_kernels.sampler_mismatch import importance_weights
 
 B, T, H, V = 2, 3, 8, 11
-
-
-def fused_inputs() -> dict[str, Any]:
-    log_probs = -torch.rand(B, T)
-    return {
-        "hidden": torch.randn(B, T, H),
-        "lm_head": torch.randn(V, H),
-        "target_ids": torch.randint(V, (B, T)),
-        "advantages": torch.ones(B),
-        "mask": torch.ones(B, T),
-        "old_log_probs": log_probs,
-        "ref_log_probs": log_probs,
-        "rollout_log_probs": log_probs,
-        "token_weights": torch.ones(B, T),
-        "bias": torch.zeros(V),
-        "temperature": torch.ones(B, T),
-        "normalizer": torch.tensor(2.0),
-        "kl_normalizer": torch.tensor(2.0),
-        "objective": Objective(kl_coef=0.1, rollout_correction=RolloutCorrection()),
-    }
-
-
-TENSORS = [name for name, x in fused_inputs().items() if isinstance(x, Tensor)]
 
 
 def nested(x: Tensor, layout: torch.layout) -> Tensor:
@@ -50,30 +28,29 @@ def nested(x: Tensor, layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor(list(inner), layout=layout)
 
 
-@pytest.mark.parametrize("name", TENSORS)
+ONES = torch.ones(B, T)
+HIDDEN, WEIGHT, IDS = torch.ones(B, T, H), torch.ones(V, H), torch.ones(B, T).long()
+CALLS_WITH_A_NESTED_TENSOR: dict[str, Callable[[Tensor], object]] = {
+    "hidden": lambda x: linear_log_probs(x, WEIGHT, IDS),
+    "lm_head": lambda x: linear_log_probs(HIDDEN, x, IDS),
+    "target_ids": lambda x: linear_log_probs(HIDDEN, WEIGHT, x.long()),
+    "temperature": lambda x: linear_log_probs(HIDDEN, WEIGHT, IDS, temperature=x),
+    "advantages": lambda x: policy_loss(-ONES, x),
+    "token_weights": lambda x: policy_loss(-ONES, torch.ones(B), token_weights=x),
+    "log_probs": lambda x: policy_loss(x, torch.ones(B)),
+    "entropy": lambda x: policy_loss(-ONES, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1)),
+    "cu_seqlens": lambda x: policy_loss(-torch.ones(5), torch.ones(B), cu_seqlens=x.long()),
+    "mask": lambda x: importance_weights(ONES, ONES, x),
+    "rewards": lambda x: group_advantages(x, 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_WITH_A_NESTED_TENSOR)
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_named(name: str, layout: torch.layout) -> None:
-    inputs = fused_inputs()
-    inputs[name] = nested(inputs[name], layout)
-    with pytest.raises(TypeError, match=f"^gspo_fused_loss: {name} must be a dense tensor .*, got a nested tensor$"):
-        gspo_fused_loss(**inputs)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_named_by_every_function() -> None:
-    x = nested(torch.ones(B, T), torch.strided)
-    ones = torch.ones(B, T)
-    calls: list[tuple[str, Any]] = [
-        ("log_probs", lambda: policy_loss(x, torch.ones(B))),
-        ("entropy", lambda: policy_loss(-ones, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),
-        ("cu_seqlens", lambda: policy_loss(-torch.ones(5), torch.ones(B), cu_seqlens=x.long())),
-        ("mask", lambda: importance_weights(ones, ones, x)),
-        ("rewards", lambda: group_advantages(x, 2)),
-    ]
-    for name, call in calls:
-        with pytest.raises(TypeError, match=f"{name} must be a dense tensor .*, got a nested tensor$"):
-            call()
+def test_a_nested_tensor_is_named(layout: torch.layout, name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a dense tensor .*, got a nested tensor$"):
+        CALLS_WITH_A_NESTED_TENSOR[name](nested(HIDDEN if name == "hidden" else ONES, layout))
 
 
 @pytest.mark.parametrize("in_module", [False, True])
@@ -96,36 +73,62 @@ def matmul_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
+BACKENDS: Any = torch.backends  # PyTorch does not declare all of its settings
+CPU = torch.device("cpu")
+
+
 @pytest.mark.parametrize("precision", ["high", "medium", "highest"])
 @pytest.mark.usefixtures("matmul_precision")
-def test_pytorch_can_read_its_precision_settings_inside(precision: str) -> None:
-    backends: Any = torch.backends
+def test_products_are_exact_inside_and_the_setting_is_restored(precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
 
     def settings() -> list[Any]:
-        matmul = backends.cuda.matmul, backends.mkldnn.matmul
+        matmul = BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul
         return [torch.get_float32_matmul_precision(), matmul[0].allow_tf32, *(x.fp32_precision for x in matmul)]
 
     before = settings()
-    for kind in ("cpu", "cuda"):
-        with exact_products(torch.device(kind)):
+    for device in (CPU, torch.device("cuda")):
+        with pytest.raises(MemoryError), exact_products(device):
             assert settings() == ["highest", False, "ieee", "ieee"]
+            raise MemoryError
         assert settings() == before
 
 
 @pytest.mark.usefixtures("matmul_precision")
+def test_a_thread_that_leaves_first_does_not_restore_the_setting_of_another() -> None:
+    entered, other_has_left = threading.Event(), threading.Event()
+    inside: list[str] = []
+
+    def second() -> None:
+        with exact_products(CPU):
+            entered.set()
+            assert other_has_left.wait(20)
+            inside.append(BACKENDS.mkldnn.matmul.fp32_precision)
+
+    torch.set_float32_matmul_precision("medium")
+    before = BACKENDS.mkldnn.matmul.fp32_precision
+    thread = threading.Thread(target=second)
+    with exact_products(CPU):
+        thread.start()
+        assert entered.wait(20)
+    other_has_left.set()
+    thread.join(20)
+    assert inside == ["ieee"]
+    assert BACKENDS.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.usefixtures("matmul_precision")
 def test_precision_settings_per_backend_are_restored() -> None:
-    backends: Any = torch.backends
-    backends.cuda.matmul.fp32_precision = "tf32"  # now get_float32_matmul_precision raises
+    BACKENDS.cuda.matmul.fp32_precision = "tf32"  # now get_float32_matmul_precision raises
     with exact_products(torch.device("cuda")):
-        assert backends.cuda.matmul.allow_tf32 is False
-    assert backends.cuda.matmul.fp32_precision == "tf32"
+        assert BACKENDS.cuda.matmul.allow_tf32 is False
+    assert BACKENDS.cuda.matmul.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize(("reduced", "split_k"), [(True, True), (False, True), (False, False)])
 def test_settings_of_bf16_sums_on_cuda_are_restored(reduced: bool, split_k: bool) -> None:
     """Batch-invariant inference disables both. A backward must not enable split-K for the rest of the process."""
-    matmul: Any = torch.backends.cuda.matmul
+    matmul = BACKENDS.cuda.matmul
     settings = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
     before = settings()
     try:
@@ -161,22 +164,9 @@ with exact_products(torch.device("cpu")):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["trl", "verl"])
 def test_an_adapter_without_its_trainer_names_the_extra(trainer: str) -> None:
-    code = f"""
-import sys
-
-class Absent:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] == {trainer!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Absent())
-try:
-    import gspo_kernels.integrations.{trainer}
-except ModuleNotFoundError as error:
-    print(error)
-"""
+    code = f"import sys; sys.modules[{trainer!r}] = None; import gspo_kernels.integrations.{trainer}"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert process.stdout == (
+    assert process.stderr.endswith(
         f"gspo_kernels.integrations.{trainer} needs {trainer}, which is not installed: "
         f"pip install 'gspo-kernels[{trainer}]', or '.[{trainer}]' in a clone\n"
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from helpers.device import gspo_fused_loss
+from helpers.device import gspo_fused_loss, policy_loss
 from tolerance import PLAIN_ORDERS
 from torch import Tensor
 
@@ -47,10 +47,14 @@ class Sample:
         return replace(self, options={**self.options, **options})
 
 
-def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[LossOutput, dict[str, Tensor]]:
-    """Compute values and gradients of the fused loss on the device under test."""
-    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
-    out = gspo_fused_loss(
+def new_leaves(sample: Sample) -> dict[str, Tensor]:
+    """Return copies of the sample's leaves without history or gradient. They share the memory of the originals."""
+    return {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
+
+
+def call_fused(sample: Sample, leaves: dict[str, Tensor], backend: str = "auto", **options: Any) -> LossOutput:
+    """Call the fused loss on the device under test, with `leaves` in place of the sample's."""
+    return gspo_fused_loss(
         leaves["hidden"],
         leaves["weight"],
         sample.target_ids,
@@ -61,7 +65,21 @@ def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[Lo
         **sample.options,
         **options,
     )
+
+
+def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[LossOutput, dict[str, Tensor]]:
+    """Compute values and gradients of the fused loss on the device under test."""
+    leaves = new_leaves(sample)
+    out = call_fused(sample, leaves, backend, **options)
     return out, gradients(out.loss, leaves)
+
+
+def run_policy(log_probs: Tensor, advantages: Tensor, **options: Any) -> tuple[LossOutput, Tensor]:
+    """Compute the loss from log-probs, and its gradient with respect to them."""
+    leaf = log_probs.detach().clone().requires_grad_()
+    out = policy_loss(leaf, advantages, **options)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    return out, gradient
 
 
 def run_oracle(

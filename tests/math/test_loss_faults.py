@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers.device import linear_log_probs, on_device, policy_loss
 from helpers.head_rows import head_rows
-from helpers.samples import Sample, make_sample, run_fused, run_oracle
+from helpers.oracle import assert_equals_oracle
+from helpers.samples import Sample, make_sample, run_fused, run_policy
 from helpers.tile_choices import assert_dropped_mass_is_reported, choices, small_tiles
-from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
+from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS
+from torch import Tensor
 
 from gspo_kernels import Objective, reference
 from gspo_kernels.backends import dispatch, live_tiles
@@ -26,26 +30,20 @@ from gspo_kernels.backends.torch.surrogates import kl_and_slope
 # -- terms of the loss
 
 
+KL_TERMS: dict[str, dict[str, Any]] = {
+    "sequence": {"kl_aggregation": "token-mean"},
+    "token": {"kl_aggregation": "token-mean", "ratio": "token", "clip_low": 0.02, "clip_high": 0.03},
+    "length-norm": {"kl_aggregation": "seq-mean-token-sum-norm", "length_norm": 7},
+}
+
+
 @on_device
-@pytest.mark.parametrize("ratio", ["sequence", "token"])
-def test_a_kl_term_with_another_aggregation_has_its_default_normalizer(ratio: str, backend: str) -> None:
+@pytest.mark.parametrize("name", KL_TERMS)
+def test_a_kl_term_with_another_aggregation_has_its_own_divisor(name: str, backend: str) -> None:
     """`normalizer` is for the policy term only: a KL term with token-mean is divided by the number of tokens."""
-    objective = Objective(ratio=ratio, kl_coef=0.1, kl_aggregation="token-mean", clip_low=0.02, clip_high=0.03)
+    objective = Objective(kl_coef=0.1, **KL_TERMS[name])
     sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
-    sample = sample.with_options(normalizer=17.0)
-    truth, true_grads = run_oracle(sample)
-    out, grads = run_fused(sample, backend)
-    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
-    check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
-
-
-@on_device
-def test_length_norm_applies_to_the_aggregation_of_the_kl_term(backend: str) -> None:
-    objective = Objective(kl_coef=0.1, kl_aggregation="seq-mean-token-sum-norm", length_norm=7)
-    sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
-    truth, _ = run_oracle(sample)
-    out, _ = run_fused(sample, backend)
-    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
+    assert_equals_oracle(sample.with_options(normalizer=17.0), torch.float64, backend)
 
 
 BOUNDS = {  # objective, sign of the advantage, log-ratio exactly at the bound
@@ -66,16 +64,10 @@ def test_a_ratio_on_a_bound_is_not_clipped(name: str, backend: str) -> None:
     objective, advantage, bound = BOUNDS[name]
     for beyond, fraction in ((0.0, 0.0), (math.copysign(1e-9, bound), 1.0)):
         log_ratio = torch.full((1, 1), bound + beyond, dtype=torch.float64)
-        log_probs = log_ratio.clamp(max=0).requires_grad_()  # either it or the old log-prob is 0, so nothing is rounded
-        out = policy_loss(
-            log_probs,
-            torch.tensor([advantage]),
-            old_log_probs=-log_ratio.clamp(min=0),
-            objective=objective,
-            backend=backend,
-        )
+        # Either the log-prob or the old one is 0, so nothing is rounded.
+        options: dict[str, Any] = {"old_log_probs": -log_ratio.clamp(min=0), "objective": objective, "backend": backend}
+        out, gradient = run_policy(log_ratio.clamp(max=0), torch.tensor([advantage]), **options)
         assert out.metrics["token_clip_fraction"] == fraction
-        (gradient,) = torch.autograd.grad(out.loss, log_probs)
         assert gradient.any() == (fraction == 0 or objective.surrogate == "cispo")
 
 
@@ -105,11 +97,10 @@ def test_a_divergence_equal_to_its_bound_is_inside_the_trust_region(name: str, b
 @on_device
 def test_a_probability_of_one_has_a_finite_or_infinite_kl_but_no_nan(backend: str) -> None:
     """Tokens: q = p = 1, then q < p = 1 with a KL of inf, then q = 0."""
-    log_probs = torch.tensor([[0.0, 0.0, -1.0]], requires_grad=True)
+    log_probs = torch.tensor([[0.0, 0.0, -1.0]])
     old = torch.tensor([[0.0, -1.0, -math.inf]])
     objective = Objective.preset("dppo_kl", dual_clip=3.0)
-    out = policy_loss(log_probs, torch.ones(1), old_log_probs=old, objective=objective, backend=backend)
-    (gradient,) = torch.autograd.grad(out.loss, log_probs)
+    out, gradient = run_policy(log_probs, torch.ones(1), old_log_probs=old, objective=objective, backend=backend)
     assert out.metrics["token_clip_fraction"].item() == pytest.approx(2 / 3)
     assert out.loss.item() == pytest.approx(-1 / 3) and gradient.tolist() == [[pytest.approx(-1 / 3), 0.0, 0.0]]
 
@@ -134,8 +125,8 @@ def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, 
     expected = reference.surrogate(log_ratio, advantages[:, None].expand(2, 5), objective).mean(1).mean()
     (truth,) = torch.autograd.grad(expected, log_ratio)
     old = torch.full_like(log_ratio, -128.0)
-    out = policy_loss(log_ratio + old, advantages, old_log_probs=old, objective=objective, backend=backend)
-    (gradient,) = torch.autograd.grad(out.loss, log_ratio)
+    options: dict[str, Any] = {"old_log_probs": old, "objective": objective, "backend": backend}
+    out, gradient = run_policy(log_ratio + old, advantages, **options)
     torch.testing.assert_close(out.loss, expected, rtol=FLOAT64_RELATIVE, atol=0)
     torch.testing.assert_close(gradient, truth, rtol=FLOAT64_RELATIVE, atol=0)
     assert (truth.abs() > truth.abs().max() / 100).all()
@@ -184,19 +175,12 @@ def test_empty_sequences_do_not_change_the_smallest_and_largest_ratio(
 @on_device
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_infinite_ratio_times_kl_does_not_change_masked_tokens(masked: bool, backend: str) -> None:
-    log_probs = torch.zeros(2, 3, requires_grad=True)
     mask = torch.ones(2, 3, dtype=torch.bool)
     mask[0, 1] = not masked
-    out = policy_loss(
-        log_probs,
-        torch.zeros(2),
-        mask=mask,
-        old_log_probs=torch.tensor([[-100.0], [0.0]]).expand(2, 3),
-        ref_log_probs=torch.full((2, 3), -1.0),
-        objective=Objective(kl_coef=0.1, kl_ratio_factor=True),
-        backend=backend,
-    )
-    (gradient,) = torch.autograd.grad(out.loss, log_probs)
+    options: dict[str, Any] = {"mask": mask, "ref_log_probs": torch.full((2, 3), -1.0), "backend": backend}
+    options["old_log_probs"] = torch.tensor([[-100.0], [0.0]]).expand(2, 3)
+    options["objective"] = Objective(kl_coef=0.1, kl_ratio_factor=True)
+    out, gradient = run_policy(torch.zeros(2, 3), torch.zeros(2), **options)
     assert out.loss == math.inf and gradient[0][mask[0]].eq(math.inf).all()
     assert not gradient[~mask].any() and gradient[1].isfinite().all()
 
@@ -231,7 +215,15 @@ def test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan(target: int, backen
     assert torch.equal(ours[ours.isfinite()], expected[ours.isfinite()])
 
 
-def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
+RESTRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "every-second": lambda x: torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0],
+    "column-major": lambda x: x.t().contiguous().t(),
+    "with-offset": lambda x: torch.cat([x[:1], x])[1:],
+}
+
+
+@pytest.mark.parametrize("restride", RESTRIDES)
+def test_operands_of_a_head_need_not_be_contiguous(restride: str, backend: str) -> None:
     rng = torch.Generator().manual_seed(0)
     head = head_rows(
         9,
@@ -242,17 +234,13 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
         adapter_weight=torch.randn(70, 3, generator=rng),
         temperature=torch.rand(9, generator=rng) + 0.5,
     )
-    strided = HeadRows._make(
-        torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0] if isinstance(x, torch.Tensor) else x
-        for x in head
-    )
+    strided = HeadRows._make(RESTRIDES[restride](x) if isinstance(x, Tensor) else x for x in head)
     implementation = dispatch.implementation(backend)
-    d = torch.ones(9)
-    needs = NeedsGradient(*[True] * 5)
     results = []
     for x in (head, strided):
         result = implementation.head_forward(x)
-        results.append((result.log_probs, *implementation.head_backward(x, result, d, None, needs)))
+        gradients = implementation.head_backward(x, result, torch.ones(9), None, NeedsGradient(*[True] * 5))
+        results.append((result.log_probs, *gradients))
     torch.testing.assert_close(*results)
 
 

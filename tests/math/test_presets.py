@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from helpers.device import on_device, policy_loss
+from helpers.device import on_device
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
+from helpers.samples import run_policy
 from torch import Tensor
 
 from gspo_kernels import Objective, objective, validation
@@ -28,11 +30,6 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, o: Objective) -> Tensor:
     return -torch.min(ratio * advantages, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * advantages)
 
 
-def gspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2507.18071, eq. 5."""
-    return clipped_loss(sequence_ratio(lp, b), b.advantages, o).mean()
-
-
 def gspo_token(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
     """arXiv 2507.18071, eq. 13-14."""
     s = sequence_ratio(lp, b).detach()[:, None] * (lp - lp.detach()).exp()
@@ -42,26 +39,6 @@ def gspo_token(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 def token_losses(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
     return clipped_loss((lp - b.old).exp(), b.advantages[:, None], o) * b.double_mask()
-
-
-def grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2402.03300 without KL: a mean over each answer, then over answers."""
-    return (token_losses(lp, b, o).sum(1) / b.double_mask().sum(1)).mean()
-
-
-def dapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2503.14476: a mean over the tokens of all answers. TRL's BNPO is the same per micro-batch."""
-    return token_losses(lp, b, o).sum() / b.double_mask().sum()
-
-
-def dr_grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2503.20783 as in TRL: sum / (answers x longest completion)."""
-    return token_losses(lp, b, o).sum() / (len(b.advantages) * 32)
-
-
-def luspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2602.05261: GSPO's loss of each answer times its length."""
-    return (clipped_loss(sequence_ratio(lp, b), b.advantages, o) * b.double_mask().sum(1)).mean()
 
 
 def cispo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
@@ -87,11 +64,6 @@ def gmpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
     return (-b.advantages * ((r * m).sum(1) / m.sum(1)).exp()).mean()
 
 
-def reinforce(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """R. J. Williams (1992) with a baseline: -A log p(answer), averaged over answers."""
-    return (-b.advantages * (lp * b.double_mask()).sum(1)).mean()
-
-
 # Divergences of the distributions (p, 1 - p) and (q, 1 - q)
 BERNOULLI: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dppo_tv": lambda p, q: (p - q).abs(),
@@ -110,17 +82,23 @@ def dppo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 FORMULAS: dict[str, Formula] = {
-    "gspo": gspo,
+    # arXiv 2507.18071, eq. 5
+    "gspo": lambda lp, b, o: clipped_loss(sequence_ratio(lp, b), b.advantages, o).mean(),
     "gspo-token": gspo_token,
-    "grpo": grpo,
-    "dapo": dapo,
-    "bnpo": dapo,
-    "dr_grpo": dr_grpo,
-    "luspo": luspo,
+    # arXiv 2402.03300 without KL: a mean over each answer, then over answers
+    "grpo": lambda lp, b, o: (token_losses(lp, b, o).sum(1) / b.double_mask().sum(1)).mean(),
+    # arXiv 2503.14476: a mean over the tokens of all answers. TRL's BNPO is the same per micro-batch.
+    "dapo": lambda lp, b, o: token_losses(lp, b, o).sum() / b.double_mask().sum(),
+    "bnpo": lambda lp, b, o: token_losses(lp, b, o).sum() / b.double_mask().sum(),
+    # arXiv 2503.20783 as in TRL: sum / (answers x longest completion)
+    "dr_grpo": lambda lp, b, o: token_losses(lp, b, o).sum() / (len(b.advantages) * 32),
+    # arXiv 2602.05261: GSPO's loss of each answer times its length
+    "luspo": lambda lp, b, o: (clipped_loss(sequence_ratio(lp, b), b.advantages, o) * b.double_mask().sum(1)).mean(),
     "cispo": cispo,
     "sapo": sapo,
     "gmpo": gmpo,
-    "reinforce": reinforce,
+    # R. J. Williams (1992) with a baseline: -A log p(answer), averaged over answers
+    "reinforce": lambda lp, b, o: (-b.advantages * (lp * b.double_mask()).sum(1)).mean(),
     "dppo_tv": dppo,
     "dppo_kl": dppo,
 }
@@ -255,7 +233,7 @@ def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, prese
 
 
 @on_device
-@pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("preset", ["gspo", "grpo", "cispo", "sapo", "reinforce", "gmpo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("extreme", [200.0, -200.0, float("inf"), float("nan")])
 @triton_is_slow
@@ -271,11 +249,13 @@ def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
     log_probs[0, 0], old[0, 0], advantages[0] = -250.0, -250.0 - extreme, advantage
     batch = replace(batch, old=old, log_probs=log_probs, advantages=advantages)
     out, gradient = ours(batch, o, backend)
-    unbounded = preset == "gmpo" and extreme * advantage < -100 and extreme == extreme  # gmpo has one bound per sign
+    unbounded = preset == "gmpo" and extreme * advantage < -100  # gmpo has one bound per sign
+    unbounded |= preset in ("gspo", "grpo") and extreme > 100 and advantage < 0
     # Both probabilities are 0 in float32, so the divergence is 0 and the ratio inf.
     unbounded |= preset.startswith("dppo") and extreme > 100 and advantage != 0
-    if extreme != extreme and preset != "reinforce" and advantage:
-        assert out.loss.isnan()
+    if extreme != extreme:
+        assert all(out.metrics[f"ratio_{name}"].isnan() for name in ("mean", "min", "max"))
+        assert out.loss.isnan() == (preset != "reinforce" and advantage != 0)
     elif not unbounded:
         assert out.loss.isfinite() and gradient.isfinite().all()
     if not advantage:
@@ -290,29 +270,23 @@ def test_a_nan_ratio_reaches_the_loss_where_the_kl_is_zero(estimator: str, backe
     lp = -torch.ones(1, 2)
     for old_log_prob, loss_is_nan in ((float("nan"), True), (-float("inf"), False)):
         old = torch.tensor([[old_log_prob, -1.0]])
-        out = policy_loss(
-            lp,
-            torch.ones(1),
-            old_log_probs=old,
-            ref_log_probs=lp,
-            backend=backend,
-            objective=Objective.preset("reinforce", kl_coef=0.1, **kl),
-        )
+        o = Objective.preset("reinforce", kl_coef=0.1, **kl)
+        options: dict[str, Any] = {"old_log_probs": old, "ref_log_probs": lp, "objective": o, "backend": backend}
+        out, gradient = run_policy(lp, torch.zeros(1), **options)
         assert out.loss.isnan() == loss_is_nan
+        assert loss_is_nan or not gradient.any()
 
 
 @on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("d", [float("nan"), float("inf")])
 def test_both_backends_have_the_same_slope_of_a_non_finite_kl(estimator: str, d: float) -> None:
+    o = Objective.preset("grpo", kl_coef=0.1, kl_estimator=estimator)
+    ref = torch.tensor([[-1 - d, -1.0]])
     results = []
     for backend in ("torch", "triton"):
-        lp = -torch.ones(1, 2).requires_grad_()
-        o = Objective.preset("grpo", kl_coef=0.1, kl_estimator=estimator)
-        out = policy_loss(
-            lp, torch.zeros(1), ref_log_probs=torch.tensor([[-1 - d, -1.0]]), objective=o, backend=backend
-        )
-        results.append((out.loss.detach(), *torch.autograd.grad(out.loss, lp)))
+        out, gradient = run_policy(-torch.ones(1, 2), torch.zeros(1), ref_log_probs=ref, objective=o, backend=backend)
+        results.append((out.loss.detach(), gradient))
     for x, y in zip(*results, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
         torch.testing.assert_close(x, y, equal_nan=True)
@@ -330,6 +304,7 @@ def test_zero_advantages_and_masked_batches_give_zero(name: str, backend: str) -
     ):
         out, gradient = ours(changed, o, backend)
         assert out.loss == 0 and not gradient.any()
+        assert out.metrics["zero_coefficient_share"] == 1
 
 
 @pytest.fixture
@@ -345,14 +320,10 @@ def test_weighting_sequence_ratios_by_length_warns_once(no_warnings_yet: None) -
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
-def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(no_warnings_yet: None) -> None:
-    with pytest.warns(UserWarning, match="clip_low=0.2, clip_high=0.27"):
-        Objective.preset("gspo", clip_low=0.2, clip_high=0.27)
-
-
-def test_a_token_window_with_the_preset_luspo_warns(no_warnings_yet: None) -> None:
-    with pytest.warns(UserWarning, match="clip_low=0.2") as caught:
-        Objective.preset("luspo", clip_low=0.2, clip_high=0.2)
+@pytest.mark.parametrize("preset", ["gspo", "luspo"])
+def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(preset: str, no_warnings_yet: None) -> None:
+    with pytest.warns(UserWarning, match="clip_low=0.2, clip_high=0.27") as caught:
+        Objective.preset(preset, clip_low=0.2, clip_high=0.27)
     assert len(caught) == 1
 
 
@@ -364,9 +335,6 @@ def test_intended_settings_do_not_warn(no_warnings_yet: None) -> None:
             ours(rollout(o), o, "torch")  # the operator's copy of the objective does not warn either
 
 
-def test_a_preset_with_changes_is_checked() -> None:
-    with pytest.raises(ValueError, match="ratio must be 'sequence'"):
-        Objective.preset("gmpo", ratio="token")
-    assert Objective.preset("luspo", clip_low=1e-3) == Objective(
-        clip_low=1e-3, clip_high=2.5e-3, aggregation="seq-mean-token-sum"
-    )
+def test_a_preset_may_be_changed() -> None:
+    changed = Objective(clip_low=1e-3, clip_high=2.5e-3, aggregation="seq-mean-token-sum")
+    assert Objective.preset("luspo", clip_low=1e-3) == changed

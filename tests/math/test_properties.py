@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.samples import Sample, make_sample, run_fused
+from helpers.marks import triton_is_slow
+from helpers.samples import Sample, call_fused, make_sample, new_leaves, run_fused
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import FLOAT64_BOUND, FLOAT64_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels import Objective, linear_log_probs
 
 OBJECTIVES = st.sampled_from(
     [
@@ -67,6 +69,17 @@ def lengths_of(sample: Sample) -> list[int]:
     return [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
 
 
+def of_tokens(sample: Sample, change: Any) -> Sample:
+    """Apply `change` to every tensor with a value or a hidden state per token, or per sequence, but not to the head."""
+    return replace(
+        sample,
+        leaves={**sample.leaves, "hidden": change(sample.leaves["hidden"])},
+        target_ids=change(sample.target_ids),
+        advantages=change(sample.advantages),
+        options={name: change(x) for name, x in sample.options.items()},
+    )
+
+
 def packed(sample: Sample) -> tuple[Sample, Tensor]:
     """Return the same tokens packed, and a bool mask [B, T] of their positions in the padded batch."""
     lengths = lengths_of(sample)
@@ -76,10 +89,8 @@ def packed(sample: Sample) -> tuple[Sample, Tensor]:
     def cut(x: Any) -> Any:
         return x.detach()[inside] if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == inside.shape else x
 
-    options = {name: cut(x) for name, x in sample.options.items()}
-    options["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    leaves = dict(sample.leaves, hidden=cut(sample.leaves["hidden"]))
-    return Sample(leaves, cut(sample.target_ids), cut(sample.advantages), sample.objective, options), inside
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return of_tokens(sample, cut).with_options(cu_seqlens=offsets), inside
 
 
 @given(samples(hidden_size=8))
@@ -99,8 +110,13 @@ def test_packing_equals_padding_bitwise_per_token_and_per_sequence(sample: Sampl
     torch.testing.assert_close(a.loss, b.loss)
 
 
-@given(samples(), st.integers(0, 99))
-def test_masked_tokens_have_exactly_zero_influence(sample: Sample, seed: int) -> None:
+def without(sample: Sample, *options: str) -> Sample:
+    return replace(sample, options={name: x for name, x in sample.options.items() if name not in options})
+
+
+@triton_is_slow
+@given(sample=samples(), seed=st.integers(0, 99))
+def test_masked_tokens_have_exactly_zero_influence(backend: str, sample: Sample, seed: int) -> None:
     mask = sample.options["mask"]
     rng = torch.Generator().manual_seed(seed)
 
@@ -113,21 +129,14 @@ def test_masked_tokens_have_exactly_zero_influence(sample: Sample, seed: int) ->
         x[~mask] = noise.to(x.dtype)[~mask] if x.is_floating_point() else torch.randint(-99, 10**6, x.shape)[~mask]
         return x
 
-    other = Sample(
-        # The weight is not disturbed: it has the mask's shape if V = B and H = T.
-        dict(sample.leaves, hidden=disturb(sample.leaves["hidden"])),
-        disturb(sample.target_ids),
-        disturb(sample.advantages),
-        sample.objective,
-        {name: disturb(x) for name, x in sample.options.items()},
-    )
-    (a, grads), (b, other_grads) = run_fused(sample), run_fused(other)
-    assert torch.equal(a.loss, b.loss)
-    assert torch.equal(a.log_probs, b.log_probs) and not a.log_probs[~mask].any()
-    assert torch.equal(a.log_ratio, b.log_ratio)
+    a, grads = run_fused(sample, backend, entropy=True)
+    b, other_grads = run_fused(of_tokens(sample, disturb), backend, entropy=True)
+    for x, y in zip((*a[:4], *a.metrics.values()), (*b[:4], *b.metrics.values()), strict=True):
+        assert x is not None and y is not None and torch.equal(x, y)
     for name in grads:
         assert torch.equal(grads[name], other_grads[name]), name
-    assert not grads["hidden"][~mask].any()
+    for x in (a.log_probs, a.entropy, grads["hidden"]):
+        assert not x[~mask].any()
 
 
 @given(samples(), st.integers(0, 99))
@@ -139,14 +148,7 @@ def test_permuting_sequences_permutes_results(sample: Sample, seed: int) -> None
         per_sequence = isinstance(x, Tensor) and x.ndim >= 1 and x.shape[0] == batch
         return x.detach()[order] if per_sequence else x
 
-    shuffled = Sample(
-        dict(sample.leaves, hidden=shuffle(sample.leaves["hidden"])),
-        shuffle(sample.target_ids),
-        shuffle(sample.advantages),
-        sample.objective,
-        {name: shuffle(x) for name, x in sample.options.items()},
-    )
-    (a, grads), (b, other) = run_fused(sample), run_fused(shuffled)
+    (a, grads), (b, other) = run_fused(sample), run_fused(of_tokens(sample, shuffle))
     assert torch.equal(a.log_probs[order], b.log_probs)
     assert torch.equal(a.log_ratio[order], b.log_ratio)
     torch.testing.assert_close(grads["hidden"][order], other["hidden"])
@@ -161,32 +163,16 @@ def test_a_sequence_alone_has_the_bits_it_has_in_any_batch(sample: Sample, i: in
     def pick(x: Any) -> Any:
         return x.detach()[i : i + 1] if isinstance(x, Tensor) and x.ndim >= 1 and x.shape[0] == batch else x
 
-    alone = Sample(
-        dict(sample.leaves, hidden=pick(sample.leaves["hidden"])),
-        pick(sample.target_ids),
-        pick(sample.advantages),
-        sample.objective,
-        {name: pick(x) for name, x in sample.options.items()},
-    )
-    if "bias" in sample.leaves and sample.leaves["bias"].shape[0] == batch:
-        alone.leaves["bias"] = sample.leaves["bias"]
-    if sample.leaves["weight"].shape[0] == batch:
-        alone.leaves["weight"] = sample.leaves["weight"]
-    a, b = run_fused(sample)[0], run_fused(alone)[0]
+    a, b = run_fused(sample)[0], run_fused(of_tokens(sample, pick))[0]
     assert torch.equal(a.log_probs[i : i + 1], b.log_probs)
     assert torch.equal(a.log_ratio[i : i + 1], b.log_ratio)
 
 
 @given(samples(on_policy=True, per_token_advantages=False, token_weights=False, objective=Objective()))
 def test_equal_policies_give_ratio_exactly_one_and_the_reinforce_gradient(sample: Sample) -> None:
-    head = {k: v for k, v in sample.options.items() if k not in ("ref_log_probs", "mask")}
+    leaves, options = new_leaves(sample), without(sample, "ref_log_probs").options
     lp = linear_log_probs(
-        sample.leaves["hidden"],
-        sample.leaves["weight"],
-        sample.target_ids,
-        mask=sample.options["mask"],
-        bias=sample.leaves.get("bias"),
-        **head,
+        leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), **options
     ).log_probs
     out, grads = run_fused(sample.with_options(old_log_probs=lp.detach()))
     without_old, without_old_grads = run_fused(sample)
@@ -197,7 +183,7 @@ def test_equal_policies_give_ratio_exactly_one_and_the_reinforce_gradient(sample
     mask = sample.options["mask"]
     lengths = mask.sum(1)
     weight = mask * (-sample.advantages / lengths.clamp(min=1))[:, None] / (lengths > 0).sum().clamp(min=1)
-    reinforce = torch.autograd.grad((lp * weight).sum(), list(sample.leaves.values()))
+    reinforce = torch.autograd.grad((lp * weight).sum(), list(leaves.values()))
     for name, expected in zip(sample.leaves, reinforce, strict=True):
         torch.testing.assert_close(grads[name], expected)
         assert torch.equal(grads[name], without_old_grads[name])
@@ -208,24 +194,15 @@ def test_with_an_identity_head_each_row_of_d_hidden_sums_to_zero(sample: Sample)
     """Each row of d_logits sums to 0, and d_hidden equals d_logits if the weight is the identity."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(*sample.target_ids.shape, 12, generator=rng, dtype=torch.float64)
-    options = {k: v for k, v in sample.options.items() if k not in ("logit_softcap", "vocab_size")}
     leaves = {"hidden": hidden, "weight": torch.eye(12, dtype=torch.float64)}
-    _, grads = run_fused(Sample(leaves, sample.target_ids, sample.advantages, sample.objective, options))
+    _, grads = run_fused(replace(without(sample, "logit_softcap", "vocab_size"), leaves=leaves))
     same(grads["hidden"].sum(-1), torch.zeros(sample.target_ids.shape, dtype=torch.float64), grads["hidden"])
 
 
 @given(samples(dtype=torch.float64), st.sampled_from([-2.0, 0.5, 3.0, 1e-3, 0.0]))
 def test_gradients_are_linear_in_the_upstream_gradient(sample: Sample, factor: float) -> None:
-    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
-    out = gspo_fused_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        sample.target_ids,
-        sample.advantages,
-        bias=leaves.get("bias"),
-        objective=sample.objective,
-        **sample.options,
-    )
+    leaves = new_leaves(sample)
+    out = call_fused(sample, leaves)
     once = torch.autograd.grad(out.loss, list(leaves.values()), retain_graph=True)
     scaled = torch.autograd.grad(out.loss * factor, list(leaves.values()))
     for a, b in zip(once, scaled, strict=True):
@@ -234,27 +211,15 @@ def test_gradients_are_linear_in_the_upstream_gradient(sample: Sample, factor: f
 
 @given(samples(dtype=torch.float64, bias=True), st.floats(-50, 50))
 def test_shifting_all_logits_changes_nothing(sample: Sample, shift: float) -> None:
-    if "logit_softcap" in sample.options:
-        sample = Sample(
-            sample.leaves,
-            sample.target_ids,
-            sample.advantages,
-            sample.objective,
-            {k: v for k, v in sample.options.items() if k != "logit_softcap"},
-        )
-    shifted = dict(sample.leaves, bias=(sample.leaves["bias"] + shift).detach())
-    (a, grads), (b, other) = (
-        run_fused(sample),
-        run_fused(Sample(shifted, sample.target_ids, sample.advantages, sample.objective, sample.options)),
-    )
+    sample = without(sample, "logit_softcap")
+    shifted = {**sample.leaves, "bias": sample.leaves["bias"].detach() + shift}
+    (a, grads), (b, other) = run_fused(sample), run_fused(replace(sample, leaves=shifted))
     scale = torch.tensor(1.0 + abs(shift) * 10)
     mask = sample.options["mask"]
     same(b.log_probs[mask], a.log_probs[mask], scale)
     if not near_a_bound(sample, a.log_ratio):
-        for name in grads:
-            same(
-                other[name], grads[name], scale * max(1.0, grads[name].abs().max().item() if grads[name].numel() else 0)
-            )
+        for name, grad in grads.items():
+            same(other[name], grad, scale * max(1.0, grad.abs().max().item() if grad.numel() else 0))
 
 
 def near_a_bound(sample: Sample, log_ratio: Tensor) -> bool:
@@ -265,13 +230,9 @@ def near_a_bound(sample: Sample, log_ratio: Tensor) -> bool:
 
 @given(samples(dtype=torch.float64))
 def test_a_temperature_equals_a_smaller_head(sample: Sample) -> None:
-    options = {k: v for k, v in sample.options.items() if k not in ("logit_softcap", "temperature", "logit_scale")}
-    warm = Sample(
-        sample.leaves, sample.target_ids, sample.advantages, sample.objective, {**options, "temperature": 2.0}
-    )
-    halved = {n: x.detach() / 2 if n in ("weight", "bias") else x.detach() for n, x in sample.leaves.items()}
-    small = Sample(halved, sample.target_ids, sample.advantages, sample.objective, options)
-    (a, grads), (b, other) = run_fused(warm), run_fused(small)
+    sample = without(sample, "logit_softcap", "temperature", "logit_scale")
+    halved = {name: x.detach() / 2 if name != "hidden" else x for name, x in sample.leaves.items()}
+    (a, grads), (b, other) = run_fused(sample.with_options(temperature=2.0)), run_fused(replace(sample, leaves=halved))
     assert torch.equal(a.log_probs, b.log_probs)  # a factor of 2 is exact
     assert torch.equal(grads["hidden"], other["hidden"])
 

@@ -10,13 +10,13 @@ FAULTS: dict[str, Fault] = {
         "exact_products",
         '_request_ieee("cuda" if device.type == "cuda" else "cpu")',
         "pass",
-        "heads::test_exact_products_are_requested_on_every_processor[medium]",
+        "foreign_inputs::test_products_are_exact_inside_and_the_setting_is_restored[medium]",
     ),
     "a thread restores the precision while another thread computes": (
         "exact_products",
         "not _calls",
         "True",
-        "heads::test_two_threads_keep_exact_products_and_restore_the_setting[torch]",
+        "foreign_inputs::test_a_thread_that_leaves_first_does_not_restore_the_setting_of_another",
     ),
     "a weight of 0 times an infinite ratio is NaN": (
         "precision:multiply_no_nan",

@@ -52,7 +52,7 @@ FAULTS: dict[str, Fault] = {
         "_segment_sum",
         "x.double()",
         "x",
-        "edges::test_long_sequences_meet_the_tolerance[torch-sequence-False-256]",
+        "edges::test_long_sequences_meet_the_tolerance[torch-sequence-256]",
     ),
     "sampler correction left out": (
         "policy_rows",
@@ -154,7 +154,7 @@ FAULTS: dict[str, Fault] = {
         "_weigh",
         "outside = outside | other_outside",
         "pass",
-        "sampler_mismatch::test_metrics_of_several_corrections_describe_the_product_and_each_correction",
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
     ),
     "a gate keeps the weight": (
         "_weight",

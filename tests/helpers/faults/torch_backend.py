@@ -41,7 +41,7 @@ FAULTS: dict[str, Fault] = {
         "_share_of_token",
         "(lengths > 0).sum()",
         "(lengths >= 0).sum()",
-        "edges::test_empty_and_masked_sequences_do_not_change_the_others[torch-gspo]",
+        "edges::test_empty_and_masked_sequences_equal_the_oracle[torch-gspo]",
     ),
     "token weights not in the gradient": (
         "torch/sequence:policy_forward",
@@ -264,14 +264,14 @@ FAULTS: dict[str, Fault] = {
         "_kl_share",
         "aggregation == objective.aggregation",
         "True",
-        "loss_faults::test_a_kl_term_with_another_aggregation_has_its_default_normalizer[torch-sequence]",
+        "loss_faults::test_a_kl_term_with_another_aggregation_has_its_own_divisor[torch-sequence]",
     ),
     "length_norm ignored for KL": (
         "_kl_share",
         "_share_of_token(mask, sequence, lengths, policy, objective, aggregation, normalizer)",
         "(objective.length_norm or 1) * _share_of_token(mask, sequence, lengths, policy, objective, "
         "aggregation, normalizer)",
-        "loss_faults::test_length_norm_applies_to_the_aggregation_of_the_kl_term[torch]",
+        "loss_faults::test_a_kl_term_with_another_aggregation_has_its_own_divisor[torch-length-norm]",
     ),
     "KL's ratio factor not masked": (
         "torch/sequence:policy_forward",

@@ -121,16 +121,6 @@ def test_an_answer_does_not_depend_on_the_others_of_its_batch(demo: policy.Polic
     assert len(set(map(tuple, whole))) > 15  # of 18, although two prompts are the same
 
 
-def test_a_dialogue_does_not_depend_on_the_others(demo: policy.Policy) -> None:
-    task = Task("guess", SIX, [Example("sort d:", "")], Rewards(()), reply=lambda turn, example: " : ", max_turns=3)
-    options: dict[str, Any] = dict(group_size=4, max_new_tokens=40, temperature=3.0, task=task)
-    whole = converse(demo, SIX, seeds=SEEDS, **options)
-    assert {len(answer.turns) for answer in whole} == {1, 2, 3}
-    halves = [slice(0, 3), slice(3, 6)]
-    apart = [x for half in halves for x in converse(demo, SIX[half], seeds=SEEDS[half], **options)]
-    assert [answer.ids for answer in apart] == [answer.ids for answer in whole]
-
-
 def test_each_position_of_an_answer_has_a_random_number_of_its_own(demo: policy.Policy) -> None:
     """If all tokens are equally likely, the numbers can be read from the tokens, after a reply too."""
     with torch.no_grad():

@@ -245,7 +245,7 @@ FAULTS: dict[str, Fault] = {
         "advantages_of_turns",
         "reward - sum(row) + sum(row[k:])",
         "reward - sum(row[:k])",
-        "trainer_options::test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on",
+        "trainer_options::test_a_large_reward_of_a_turn_costs_the_returns_of_later_turns_no_digits",
     ),
     "verl's bounds swapped": (
         "clip_window",
@@ -339,13 +339,13 @@ FAULTS: dict[str, Fault] = {
         "Training.restore",
         'self.running = RunningMoments(**saved["running"])',
         "pass",
-        "trainer_interrupts::test_a_run_interrupted_at_every_place_continues_to_the_bit[killed]",
+        "trainer_resume::test_an_interrupted_run_continues_to_the_bit[checkpoint]",
     ),
     "weights of half precision not restored from their masters": (
         "Optimizer.load",
         "self._copy_masters()",
         "pass",
-        "trainer_interrupts::test_a_run_interrupted_at_every_place_continues_to_the_bit[killed]",
+        "trainer_resume::test_an_interrupted_run_continues_to_the_bit[checkpoint]",
     ),
     "gradients of all but the last micro-batch lost in half precision": (
         "Optimizer.collect",

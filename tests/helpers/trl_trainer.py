@@ -59,7 +59,14 @@ def checkpoint(folder: Path, experts: bool = False) -> str:
     return str(folder)
 
 
-def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_config: Any = None, **options: Any) -> Any:
+def make_trainer(
+    trainer: type[GRPOTrainer],
+    model: Any,
+    folder: Path,
+    peft_config: Any = None,
+    eval_dataset: datasets.Dataset | None = None,
+    **options: Any,
+) -> Any:
     config = GRPOConfig(
         **{
             "output_dir": str(folder / "out"),
@@ -89,6 +96,7 @@ def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_conf
         reward_funcs=lambda completions, **_: [float(text.count("a") - text.count("b")) for text in completions],
         args=config,
         train_dataset=datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in LETTERS]),
+        eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         peft_config=peft_config,
     )

@@ -335,10 +335,10 @@ class Odd(transformers.Qwen3ForCausalLM):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        if self.change is None:
-            self.lm_head(out.logits.new_zeros(1, 2, 32))
-        else:
+        if self.change is not None:
             out.logits = self.change(out.logits)
+        else:
+            self.lm_head(out.logits.new_zeros(1, 2, 32))
         return out
 
 

@@ -311,7 +311,7 @@ def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
         ("advantages=3", "advantages: expected calls, such as group_advantages or [{group_advantages: "),
         ("advantages=[]", "advantages: expected at least one call, such as [group_advantages], got ()"),
         ("advantages=whitten", "advantages: expected calls of group_advantages"),
-        ("advantages=[{group_advantages:{scale:loo}}]", "advantages: expected calls"),
+        ('advantages=[{"group_advantages":{"scale":"loo"}}]', "advantages: group_advantages: scale must be one of"),
         ("warmup_updates=801", "warmup_updates: expected at most the 800 updates of the run (steps *"),
         ("model=x data=x.jsonl task=sorting", "task: expected '' with data=x.jsonl, which has its own prompts, got"),
         ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),

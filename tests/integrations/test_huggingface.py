@@ -331,7 +331,7 @@ def test_disabling_merged_token_rows_raises() -> None:
 class Odd(transformers.Qwen3ForCausalLM):
     """A model that applies `change` to its logits, or calls its head twice."""
 
-    change: Callable[[Tensor], Tensor] | None = None
+    change: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)

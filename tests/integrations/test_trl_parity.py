@@ -61,28 +61,30 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("weights", [False, True])
 @triton_is_slow
-def test_loss_gradient_and_clip_fractions_equal_trls(name: str, backend: str) -> None:
+def test_loss_gradient_and_clip_fractions_equal_trls(name: str, weights: bool, backend: str) -> None:
+    """With `weights`, TRL's importance_sampling_ratio is our token_weights.
+
+    TRL divides by tokens or rows of all micro-batches of an optimizer step, per process. With this number as
+    `normalizer`, the gradients of our micro-batches add up to TRL's.
+    """
     objective, config = CASES[name]
-    batch = rollout(objective)
+    if weights and config["loss_type"] == "gmpo":
+        pytest.skip("TRL's GMPO ignores the weights")
+    batch = rollout(objective, weights=weights)
     loss, gradient, metrics = trl_loss(batch, objective, config)
     computed = ours(batch, objective, backend)
     assert_agree(batch, computed, loss, gradient)
+    count = batch.mask.sum() if objective.aggregation == "token-mean" else len(batch.mask)
+    of_micro_batch = ours(batch, objective, backend, normalizer=count * GRADIENT_STEPS)
+    assert_agree(batch, of_micro_batch, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
     if config["loss_type"] not in ("gmpo", "cispo", "sapo") and "delta" not in config:
         # TRL counts sequences at sequence level, tokens otherwise.
         share = "clip_fraction" if config.get("level") == SEQUENCE else "token_clip_fraction"
         for trl_name, suffix in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
             expected = metrics[f"clip_ratio/{trl_name}"][0]
             assert expected == pytest.approx(computed[0].metrics[share + suffix].item(), abs=1e-6)
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("gmpo")])
-@triton_is_slow
-def test_trls_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
-    objective, config = CASES[name]
-    batch = rollout(objective, seed=3, weights=True)
-    loss, gradient, _ = trl_loss(batch, objective, config)
-    assert_agree(batch, ours(batch, objective, backend), loss, gradient)
 
 
 def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
@@ -93,31 +95,6 @@ def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     kept = off_policy_mask(batch.log_probs, batch.old, batch.advantages, batch.mask, threshold=0.01)
     assert 0 < kept.metrics["masked_share"] < 1
     assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
-
-
-@pytest.mark.parametrize("name", CASES)
-@triton_is_slow
-def test_the_documented_normalizers_give_the_gradients_of_trls_micro_batches(name: str, backend: str) -> None:
-    """TRL divides by tokens or rows of all micro-batches of an optimizer step, per process.
-
-    With this number as `normalizer`, the gradients of our micro-batches add up to TRL's.
-    """
-    objective, config = CASES[name]
-    batch = rollout(objective)
-    loss, gradient, _ = trl_loss(batch, objective, config)
-    count = batch.mask.sum() if objective.aggregation == "token-mean" else len(batch.mask)
-    computed = ours(batch, objective, backend, normalizer=count * GRADIENT_STEPS)
-    assert_agree(batch, computed, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
-
-
-def test_sequence_ratios_with_trls_loss_type_dapo_are_luspo() -> None:
-    """TRL's issue 3823: sequence ratios with loss_type dapo give LUSPO, up to a constant factor."""
-    objective, config = CASES["gspo with loss_type dapo"]
-    batch = rollout(objective)
-    _, gradient, _ = trl_loss(batch, objective, config)
-    lengths: Tensor = batch.mask.sum(1)
-    _, by_length = ours(batch, replace(objective, aggregation="seq-mean-token-sum"), "torch")
-    torch.testing.assert_close(gradient * lengths.sum() / len(lengths), by_length)
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import ranks
-from helpers.pages import VERL_LINES
-from helpers.readme import WITH_VERL
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -130,34 +128,6 @@ def registration_main(rank: int, folder: Path, external: str) -> None:
 @pytest.mark.parametrize("external", ["", "gspo_kernels.integrations.verl"], ids=["entry point", "environment"])
 def test_verl_finds_the_engine(external: str, tmp_path: Path) -> None:
     ranks.run_ranks(registration_main, 1, tmp_path, external)  # spawned, because it sets what verl reads on import
-
-
-def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
-    export, *words = " ".join(line.rstrip("\\") for line in lines).split()
-    assert export == "export"
-    name, value = words[0].split("=")
-    os.environ.update(ENVIRONMENT, VERL_USE_EXTERNAL_PLUGINS="none", **{name: value})
-    overrides = [word for word in words[1:] if word.startswith("actor_rollout_ref.")]
-    import verl
-    from hydra import compose, initialize_config_dir
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.utils.import_utils import import_external_libs
-    from verl.workers.engine import EngineRegistry
-
-    with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
-        config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
-    import_external_libs(config.model.external_lib)  # the HFModelConfig of a worker makes this call
-    actor = config.actor
-    for strategy in (actor.strategy, config.ref.strategy):
-        assert EngineRegistry.get_engine_cls("language_model", strategy).__name__ == "GSPOEngine"
-    assert get_policy_loss_fn(actor.policy_loss.loss_mode).__name__ == "gspo_policy_loss"
-    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (3e-4, 4e-4)
-    assert actor.loss_agg_mode == "seq-mean-token-mean"
-
-
-@pytest.mark.parametrize("lines", [WITH_VERL, VERL_LINES], ids=["README", "integrations.md"])
-def test_the_documented_lines_configure_verl(lines: str, tmp_path: Path) -> None:
-    ranks.run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())  # spawned, for the same reason
 
 
 def refused_main(rank: int, folder: Path) -> None:

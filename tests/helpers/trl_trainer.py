@@ -65,9 +65,11 @@ def make_trainer(
     folder: Path,
     peft_config: Any = None,
     eval_dataset: datasets.Dataset | None = None,
+    config: type[GRPOConfig] = GRPOConfig,
+    prompts: int = 64,
     **options: Any,
 ) -> Any:
-    config = GRPOConfig(
+    args = config(
         **{
             "output_dir": str(folder / "out"),
             "use_cpu": True,
@@ -94,8 +96,8 @@ def make_trainer(
     return trainer(
         model=model,
         reward_funcs=lambda completions, **_: [float(text.count("a") - text.count("b")) for text in completions],
-        args=config,
-        train_dataset=datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in LETTERS]),
+        args=args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in LETTERS][:prompts]),
         eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         peft_config=peft_config,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import io
 import pickle
 import re
@@ -205,14 +204,6 @@ def test_the_check_ignores_an_outer_autocast() -> None:
     assert logit_options(model) == PLAIN
 
 
-def test_a_fused_model_keeps_its_signature_and_generates() -> None:
-    model = make("qwen3")
-    fuse_head(model)
-    assert all(p.grad is None for p in model.parameters())
-    assert "input_ids" in inspect.signature(model.forward).parameters
-    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
-
-
 def test_logit_options_keeps_a_fused_model_fused() -> None:
     model = make("qwen3").double()
     head = fuse_head(model)
@@ -238,13 +229,6 @@ def test_a_later_wrapper_must_be_removed_first() -> None:
         head.remove()
     model.forward = ours
     head.remove()
-
-
-def test_the_model_output_is_returned_too() -> None:
-    model = make("mixtral", output_router_logits=True)
-    fuse_head(model)
-    out = fused_loss(model, torch.zeros(3, 8))
-    assert out.model_output.aux_loss > 0 and len(out.model_output.router_logits) == 2
 
 
 BODY = {"target_modules": ["q_proj"]}
@@ -318,14 +302,6 @@ def test_peft_models_equal_their_logits_with_adapters_on_off_and_merged(name: st
     model.merge_adapter()
     merged = dense_log_probs(model) * mask
     torch.testing.assert_close(fused_log_probs(model), merged)
-
-
-def test_disabling_merged_token_rows_raises() -> None:
-    model = adapted("tokens")
-    fuse_head(model)
-    model.merge_adapter()
-    with model.disable_adapter(), pytest.raises(ValueError, match="unmerged before it is disabled"):
-        fused_log_probs(model)
 
 
 class Odd(transformers.Qwen3ForCausalLM):

@@ -89,15 +89,7 @@ def test_the_reference_trainer_runs_the_settings_of_rolls_page(tmp_path: Path) -
     assert [step.call for step in config.advantages] == names and config.advantages[-1].options == {"min": -2, "max": 2}
     of = config.objective
     assert (of.kl_coef, of.aggregation, of.ratio, of.dual_clip) == (0.001, "seq-mean-token-sum", "sequence", 1.4)
-    changes = [
-        "steps=1",
-        "seeds=0",
-        "max_new_tokens=16",
-        "prompts_per_step=4",
-        "eval_prompts=8",
-        f"output={tmp_path}",
-        "name=roll",
-    ]
+    changes = ["steps=1", "seeds=0", "max_new_tokens=16", "prompts_per_step=4", "eval_prompts=8", f"output={tmp_path}"]
     row = rows_of(train(read_config(file, changes)).folder)[1]
     assert row["kl"] > 0 and row["grad_norm"] > 0
     file.write_text(ROLL_PAGE + "max_len_mask: true\n")
@@ -196,39 +188,15 @@ def test_rolls_reward_normalization_is_read(settings: dict[str, Any], first: Ste
     assert steps == (*([] if first is None else [first]), Step("token_returns", {"gamma": 1.0}))
 
 
-def test_other_inputs_of_rolls_loss_are_read() -> None:
-    settings = {
-        "add_token_level_kl": True,
-        "init_kl_coef": 0.05,
-        "kl_penalty": "mse",
-        "max_len_mask": True,
-        "length_loss_weight": True,
-        "defaults": ["../config/deepspeed_zero@_here_"],
-    }
-    reading = from_roll(ROLL | settings)
+def test_rolls_kl_in_rewards_is_read() -> None:
+    reading = from_roll(ROLL | {"add_token_level_kl": True, "init_kl_coef": 0.05, "kl_penalty": "mse"})
     returns = {"gamma": 1.0, "kl": "k2, old against reference", "kl_coef": 0.05}
     assert reading.advantages == (Step("token_returns", returns),)
-    assert reading.beside == {
-        "max_len_mask": True,
-        "length_loss_weight": True,
-        "defaults": ["../config/deepspeed_zero@_here_"],
-        "difficulty_low_threshold": 0.0,
-        "difficulty_high_threshold": 1.0,
-        "error_max_len_threshold": 9999999999,
-        "mask_type": "loss",
-    }
 
 
 def test_the_settings_of_statesets_guide_are_read() -> None:
-    guide = {
-        "num_generations": 6,
-        "clip_range_left": 2e-4,
-        "clip_range_right": 3e-4,
-        "learning_rate": 3e-6,
-        "use_lora": True,
-        "beta": 0.0,
-        "temperature": 0.7,
-    }
+    guide: dict[str, Any] = {"num_generations": 6, "clip_range_left": 2e-4, "clip_range_right": 3e-4, "beta": 0.0}
+    guide |= {"learning_rate": 3e-6, "use_lora": True, "temperature": 0.7}
     group = Step("group_advantages", {"group_size": 6, "ddof": 0, "eps": 0.0})
     assert (
         from_stateset(guide)
@@ -238,7 +206,7 @@ def test_the_settings_of_statesets_guide_are_read() -> None:
             "rows",
             temperature=1.0,
             advantages=(group,),
-            not_the_loss=("learning_rate", "use_lora", "beta", "temperature"),
+            not_the_loss=("beta", "learning_rate", "use_lora", "temperature"),
         )
     )
     token = from_stateset({"use_gspo_token": True, "objective": None, "rescore_old_log_probs": False})

@@ -102,12 +102,6 @@ def updates_of(policy: Policy, **options: Any) -> tuple[list[dict[str, float]], 
     return [update(config, policy, optimizer, batch, rows).numbers for rows in parts], (batch, parts[0])
 
 
-def test_with_the_samplers_log_probs_the_first_update_clips(policy: Policy) -> None:
-    (first, _), (batch, _) = updates_of(policy, old_log_probs="sampler")
-    assert torch.equal(batch.old_log_probs, batch.rollout.log_probs)
-    assert first["clip_fraction"] > 0.1 and first["ratio_max"] > 1.001
-
-
 @pytest.mark.parametrize(
     "correction",
     [

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments, group_advantages, whiten
-from gspo_kernels.backends import workspace
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
@@ -36,7 +35,6 @@ from gspo_kernels.integrations.reference_trainer import (
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config_file import OBJECTIVE, PRESETS, TRL_NAMES, TYPES
 from gspo_kernels.integrations.reference_trainer.loading import set_seed
-from gspo_kernels.integrations.reference_trainer.memory import predicted_memory
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.reference_trainer.trackers import Trackers
@@ -108,19 +106,6 @@ def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_the_predicted_cache_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 answers of up to 7 tokens and 15 ids: all exponentials take 27 KB."""
-    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
-    config = read_config(None, ["backend=torch"])
-    without = predicted_memory(config, torch.device("cpu"))["loss"]
-    assert predicted_memory(replace(config, cache_mib=1000), torch.device("cpu"))["loss"] == without + 1
-    with monkeypatch.context() as on_gpu:
-        on_gpu.setattr(workspace, "cache_of_device", lambda device: 1280)
-        assert predicted_memory(config, torch.device("cpu"))["loss"] == without + 1
-    monkeypatch.setenv("GSPO_CACHE_MIB", "640")
-    assert predicted_memory(config, torch.device("cpu"))["loss"] == without + 1
-
-
 # Values from Python
 
 
@@ -186,12 +171,6 @@ def test_prompts_that_the_model_cannot_read_are_refused(
         result = CliRunner().invoke(app, arguments)
         assert (result.exit_code, result.output) == (1, expected)
     assert not output.exists()
-
-
-def test_a_cache_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_CACHE_MIB", "-3")
-    with pytest.raises(InputError, match=r"^environment variable GSPO_CACHE_MIB must be an integer .* got '-3'"):
-        read_config()
 
 
 # Schedules

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.marks import slow
-from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
+from helpers.reference_runs import SMALL, rows_of, small
 from rich.console import Console
 from tolerance import PARAMETER_ABSOLUTE
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -29,7 +28,6 @@ from gspo_kernels.integrations.reference_trainer import (
     progress,
     read_config,
     train,
-    train_config,
     update,
 )
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
@@ -159,18 +157,6 @@ def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: 
     assert [row["step"] for row in rows_of(model.parent)][:5] == [0, 1, 2, 3, 4]
 
 
-def test_a_second_signal_is_not_postponed() -> None:
-    with StopSignals() as stop:
-        with pytest.raises(SystemExit) as caught, stop.postponed():
-            signal.raise_signal(signal.SIGTERM)
-        assert caught.value.code == 143
-    with StopSignals() as stop, stop.postponed():
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(SystemExit):
-            signal.raise_signal(signal.SIGTERM)
-        stop.received = None
-
-
 def test_signal_handlers_replace_defaults_in_the_main_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = []
 
@@ -296,24 +282,6 @@ def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_pa
         assert gradient.abs().max() > 1e-3
         torch.testing.assert_close(gradient, gate.grad, rtol=0, atol=PARAMETER_ABSOLUTE)
     assert numbers["router_aux_loss"] == pytest.approx(sum(router_losses) / 2)
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_training_a_mixture_of_experts_prints_whether_the_router_loss_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], counted: bool
-) -> None:
-    source = moe_checkpoint(tmp_path / "moe", router_aux_loss_coef=0.5 if counted else 0.0)
-    data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"sort {x}:", "answer": x} for x in "abcdef"))
-    sizes = {**SMALL, "steps": 1, "max_new_tokens": 2, "output": tmp_path, "name": "run"}
-    train(train_config(model=str(source), data=data, **sizes))
-    out = capsys.readouterr().out
-    assert out.count("router auxiliary loss: ") == 1
-    note = "counted, times router_aux_loss_coef=0.5" if counted else "not counted, as the checkpoint's config has"
-    assert f"router auxiliary loss: {note}" in out
-    row = rows_of(tmp_path / "run")[1]
-    assert row["router_aux_loss"] > 1 if counted else "router_aux_loss" not in row
-    saved = json.loads((tmp_path / "run" / "model-seed0" / "config.json").read_text())
-    assert not saved.get("output_router_logits", False)
 
 
 def test_a_model_that_returns_no_router_loss_is_refused(tmp_path: Path) -> None:

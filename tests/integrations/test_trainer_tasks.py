@@ -59,13 +59,6 @@ def speak(speaker: policy.Policy, monkeypatch: pytest.MonkeyPatch, answers: Call
 # Rewards
 
 
-def test_components_are_weighted_and_listed_one_by_one() -> None:
-    length = RewardComponent("length", 0.5, lambda completion, _: len(completion))
-    equal = RewardComponent("equal", 2.0, lambda completion, answer: completion == answer)
-    batch = Rewards((length, equal))(["ab", "abc"], [Example("", "ab"), Example("", "x")])
-    assert batch == ([3.0, 1.5], {"length": [2.0, 3.0], "equal": [1.0, 0.0]}, [], None)
-
-
 def endless(*_: str) -> float:
     while True:
         try:

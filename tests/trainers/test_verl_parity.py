@@ -13,20 +13,24 @@ import numpy as np
 import pytest
 import torch
 from helpers.other_trainers import Rollout, assert_agree, ours, rollout
-from tolerance import PARITY_GRADIENT_RELATIVE
+from tolerance import LOSS_PER_ADVANTAGE, PARITY_GRADIENT_RELATIVE, TRAINER_ABSOLUTE
 from torch import Tensor
 
-from gspo_kernels import Objective
+from gspo_kernels import Objective, validation
 from gspo_kernels.advantages import group_advantages, whiten
 from gspo_kernels.sampler_mismatch import importance_weights
 
 pytest.importorskip("verl")
+from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
 from verl.workers.config import ActorConfig
+
+from gspo_kernels.integrations.verl import gspo_policy_loss
+from gspo_kernels.integrations.verl.engine import _predicts_response
 
 # An objective, verl's name of the loss, and its aggregation.
 SEQUENCES = "seq-mean-token-mean"
@@ -85,13 +89,12 @@ def verl_loss(
     return value.detach(), gradient, metrics
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    ("name", "weights"), [(name, x) for name in CASES for x in (False, True) if not (x and name == "gmpo")]
+)
 def test_loss_and_gradient_equal_verls(name: str, weights: bool, backend: str) -> None:
     """With `weights`, verl's rollout_is_weights are our token_weights."""
     objective, loss, aggregation = CASES[name]
-    if weights and name == "gmpo":
-        pytest.skip("verl's GMPO ignores the weights")
     batch = rollout(objective, weights=weights)
     value, gradient, metrics = verl_loss(batch, objective, loss, aggregation)
     computed = ours(batch, objective, backend)
@@ -266,3 +269,70 @@ def test_gates_equal_verls_rejection_masks(option: str, level: str) -> None:
         batch.log_probs, batch.old, batch.mask, level=level, mode="gate", low=1 / 1.1, high=1 / 0.8
     )
     assert torch.equal(gate.weights, expected) and 0 < gate.metrics["bound_share"] < 1
+
+
+@pytest.mark.parametrize(
+    "aggregation", [SEQUENCES, "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
+def test_our_policy_loss_in_verls_registry_equals_verls_gspo(
+    aggregation: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It ignores masked values, even NaN."""
+    monkeypatch.setattr(validation, "_warned", set())
+    batch = rollout(Objective(), weights=True)
+    size = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6}
+    value, gradient, metrics = verl_loss(batch, Objective(), "gspo", aggregation, **size)
+    with_nan = replace(batch, log_probs=batch.log_probs.where(batch.mask, torch.nan))
+    our_value, our_gradient, our_metrics = verl_loss(with_nan, Objective(), "gspo_kernels", aggregation, **size)
+    torch.testing.assert_close(our_value.double(), value, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
+    torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
+    assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
+    warned = ["weights answers by their length" in str(w.message) for w in recwarn]
+    assert any(warned) == (aggregation != SEQUENCES)
+
+
+def of_two_answers(**settings: Any) -> Callable[..., Tensor]:
+    """Return a function that computes the gradient of our policy loss for log-ratios of -3.5e-4 and 3.5e-4."""
+    actor = config(Objective(), SEQUENCES)
+    vars(actor).update(settings)
+    log_probs = torch.tensor([[-3.5e-4], [3.5e-4]]).repeat(1, 5).requires_grad_()
+    advantages = torch.tensor([[-1.0], [1.0]]).expand(2, 5)
+
+    def gradient(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        loss, _ = gspo_policy_loss(torch.zeros(2, 5), log_probs.to(dtype), advantages, mask, SEQUENCES, actor)
+        return torch.autograd.grad(loss, log_probs)[0]
+
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "clipped"),
+    [
+        (3e-4, 4e-4, [True, False]),
+        (4e-4, 3e-4, [False, True]),
+        (None, 4e-4, [True, False]),
+        (4e-4, None, [False, True]),
+    ],
+)
+def test_each_clip_bound_defaults_to_clip_ratio(low: float | None, high: float | None, clipped: list[bool]) -> None:
+    gradient = of_two_answers(clip_ratio=3e-4, clip_ratio_low=low, clip_ratio_high=high)
+    assert [not row.any() for row in gradient(torch.ones(2, 5))] == clipped
+
+
+def test_a_mini_batch_without_tokens_half_precision_and_a_missing_size() -> None:
+    gradient = of_two_answers(global_batch_info={"dp_size": 2, "global_batch_size": 6})
+    assert not gradient(torch.zeros(2, 5)).any()
+    with pytest.warns(UserWarning, match="too coarse"):
+        gradient(torch.ones(2, 5), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"global_batch_size.* given with more than one rank"):
+        of_two_answers(global_batch_info={"dp_size": 2})(torch.ones(2, 5))
+
+
+def test_positions_of_nested_responses_are_masked_correctly() -> None:
+    def nested(*lengths: int) -> Tensor:
+        return torch.nested.nested_tensor([torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged)
+
+    data = TensorDict({"input_ids": nested(5, 7), "prompts": nested(2, 5), "responses": nested(3, 2)}, batch_size=2)
+    # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
+    # first position is 5 in the packed batch.
+    assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]

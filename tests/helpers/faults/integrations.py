@@ -239,7 +239,7 @@ FAULTS: dict[str, Fault] = {
         "verl/policy_loss:gspo_policy_loss",
         'batch.get("loss_scale_factor") or response_mask.shape[1]',
         "response_mask.shape[1]",
-        "trainers/verl_engine::test_the_policy_loss_ignores_masked_tokens_and_warns_of_weights_by_length",
+        "trainers/verl_parity::test_our_policy_loss_in_verls_registry_equals_verls_gspo[seq-mean-token-sum-norm]",
     ),
     "the rewards of earlier turns subtracted from the total": (
         "advantages_of_turns",
@@ -251,19 +251,19 @@ FAULTS: dict[str, Fault] = {
         "clip_window",
         "low, high = config.clip_ratio_low, config.clip_ratio_high",
         "high, low = config.clip_ratio_low, config.clip_ratio_high",
-        "trainers/verl_engine::test_each_clip_bound_defaults_to_clip_ratio",
+        "trainers/verl_parity::test_each_clip_bound_defaults_to_clip_ratio",
     ),
     "verl's clip_ratio ignored": (
         "clip_window",
         "config.clip_ratio if high is None else high",
         "low if high is None else high",
-        "trainers/verl_engine::test_each_clip_bound_defaults_to_clip_ratio",
+        "trainers/verl_parity::test_each_clip_bound_defaults_to_clip_ratio",
     ),
     "verl's nested responses read as padded": (
         "_predicts_response",
         "responses.is_nested",
         "False",
-        "trainers/verl_engine::test_positions_of_nested_responses_are_masked_correctly",
+        "trainers/verl_parity::test_positions_of_nested_responses_are_masked_correctly",
     ),
     "replies of the environment trained on": (
         "reply_to",

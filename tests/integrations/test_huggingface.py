@@ -67,12 +67,6 @@ CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"cls_token_id": 3, "sep_token_id": 4},
         {},
     ),
-    "minicpm3, hidden states scaled before the head": (
-        "MiniCPM3Config",
-        "MiniCPM3ForCausalLM",
-        {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "dim_model_base": 8},
-        {},
-    ),
     "inkling, a padded vocabulary": (
         "InklingTextConfig",
         "InklingForCausalLM",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -224,10 +223,3 @@ def test_the_page_names_every_example() -> None:
     files = [x.relative_to(EXAMPLES).as_posix() for x in EXAMPLES.rglob("*.*") if x.name != "README.md"]
     files = [name for name in files if "__pycache__" not in name]
     assert sorted(re.findall(r"^\| \[`([\w./]+)`\]\(\1\) \|", page, re.MULTILINE)) == sorted(files)
-
-
-def test_the_shell_script_is_executable_and_valid() -> None:
-    script = EXAMPLES / "verl_gspo.sh"
-    assert os.access(script, os.X_OK)
-    bash = shutil.which("bash")
-    assert bash and subprocess.run([bash, "-n", script]).returncode == 0

@@ -212,12 +212,8 @@ OF_GSPO_CONFIG: dict[str, Any] = {"config": GSPOConfig, "steps_per_generation": 
 
 @pytest.mark.parametrize(("accumulation", "iterations"), [(1, 1), (2, 1), (1, 2)])
 def test_default_settings_clip_in_training(accumulation: int, iterations: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "gradient_accumulation_steps": accumulation,
-        "num_iterations": iterations,
-        "max_steps": 8,
-    }
-    options |= {"per_device_train_batch_size": 8, "learning_rate": 1e-3, **OF_GSPO_CONFIG}
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "num_iterations": iterations}
+    options |= {"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 1e-3, **OF_GSPO_CONFIG}
     trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options)
     rollouts = []
     generate = trainer._generate_and_score_completions

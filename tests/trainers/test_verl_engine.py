@@ -137,42 +137,18 @@ def refused_main(rank: int, folder: Path) -> None:
     from verl.utils import tensordict_utils as tu
 
     data = batch(0, BASE)
-    sums = []
+    sums, log_probs = [], []
     for ours in (False, True):
         worker = make_worker(folder / f"sum-{ours}", ours, BASE)
         copied = data.copy()
         tu.assign_non_tensor(copied, compute_loss=False, calculate_sum_pi_squared=True)
         sums.append(worker.infer_batch(copied)["sum_pi_squared"].values())
+        # The log-probs of prompts, too.
+        tu.assign_non_tensor(data, compute_loss=False, return_model_output=True)
+        log_probs.append(worker.infer_batch(data.copy())["log_probs"].values())
     assert torch.equal(*sums)
+    torch.testing.assert_close(*log_probs, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 def test_unsupported_settings_raise_or_use_verls_code(tmp_path: Path) -> None:
     run_ranks(refused_main, 1, tmp_path)
-
-
-def test_only_response_tokens_are_computed(tmp_path: Path) -> None:
-    run_ranks(rows_main, 1, tmp_path)
-
-
-def rows_main(rank: int, folder: Path) -> None:
-    os.environ.update(ENVIRONMENT)
-    torch.distributed.init_process_group("gloo")
-    from verl.utils import tensordict_utils as tu
-
-    from gspo_kernels.integrations.verl import engine
-
-    rows: list[int] = []
-    fused = engine.linear_log_probs
-
-    def counted(*args: Any, mask: torch.Tensor, **kwargs: Any) -> Any:
-        rows.append(int(mask.sum()))
-        return fused(*args, mask=mask, **kwargs)
-
-    engine.linear_log_probs = counted
-    for packed in (True, False):
-        for all_tokens in (False, True):
-            worker = make_worker(folder / f"{packed}-{all_tokens}", True, {**BASE, "packed": packed})
-            data = batch(0, BASE)
-            tu.assign_non_tensor(data, compute_loss=False, return_model_output=all_tokens)
-            worker.infer_batch(data)
-            assert rows.pop() == (27 if all_tokens else 18)  # the batch has 9 prompt tokens and 18 response tokens

@@ -124,26 +124,6 @@ def test_a_sampler_in_bf16_is_compared_with_its_corrections() -> None:
     assert by_update["gspo + TIS"]["rollout_weight_mean"][0] != 1
 
 
-def verdict(difference: tuple[float, float], learning_rate: float = 5e-4) -> dict[str, Any]:
-    """Results in which GRPO minus GSPO has this 95 % interval."""
-    mean = {"mean": 0.5, "95 %": [0.4, 0.6]}
-    grpo = {"against first": {"mean": sum(difference) / 2, "95 %": list(difference)}}
-    arms = {"gspo": {"mean held-out reward": mean, "token_clip_fraction": 0.4}}
-    arms["grpo"] = {"mean held-out reward": mean, "token_clip_fraction": 0.03, **grpo}
-    return {"study": "dense", "summary": arms, "settings": {"learning_rate": learning_rate, "updates_per_rollout": 4}}
-
-
-def test_the_verdict_says_what_all_settings_show() -> None:
-    faster, slower, unknown = verdict((0.01, 0.2)), verdict((-0.2, -0.01), 3e-3), verdict((-0.1, 0.1), 3e-3)
-    assert compare_report.verdicts([faster])["training"].startswith("not seen, GRPO learns faster. Mean ")
-    assert compare_report.verdicts([slower])["training"].startswith("seen, GSPO learns faster. Mean ")
-    both = compare_report.verdicts([faster, slower])
-    for setting in ("Learning rate 0.0005, 4 updates: not seen", "Learning rate 0.003, 4 updates: seen"):
-        assert setting in both["training"]
-    assert both["training"].startswith("depends on the setting.") and "GSPO clips 40% of its tokens" in both["clipping"]
-    assert compare_report.verdicts([unknown] * 2)["training"].startswith("not decided by these seeds, in all settings.")
-
-
 def test_the_summary_compares_seed_by_seed() -> None:
     by_update = {"token_clip_fraction": [0.0, 0.5], "ratio_min": [1.0, 0.9]}
 

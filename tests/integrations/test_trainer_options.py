@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -366,26 +365,6 @@ def test_a_large_reward_of_a_turn_costs_the_returns_of_later_turns_no_digits() -
 
 
 # Rewards and trackers
-
-
-def test_components_failures_and_samples_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = itertools.count()
-
-    def broken(completion: str, answer: str) -> float:
-        if next(calls) % 2:
-            raise KeyError(answer)
-        return 0.0
-
-    components = [RewardComponent("length", 1.0, lambda text, _: len(text)), RewardComponent("broken", 1.0, broken)]
-    report = train(small(tmp_path, samples=3), reward=components)
-    row = rows_of(report.folder)[1]
-    assert row["reward"] == row["reward/length"] > 0 == row["reward/broken"] and row["reward_failures"] == 8
-    out = capsys.readouterr().out
-    for calls_that_failed, when in [(4, "the evaluation before the first step"), (8, "step 1")]:
-        assert f"{calls_that_failed} reward calls failed in {when}. One of them: broken: KeyError" in out
-    samples = [json.loads(line) for line in (report.folder / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [2, 2, 2, 3, 3, 3]
-    assert samples[0]["reward"] == samples[0]["components"]["length"] == len(samples[0]["completion"])
 
 
 def test_rewards_may_be_none(tmp_path: Path) -> None:

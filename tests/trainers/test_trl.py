@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer
+from helpers.trl_trainer import SEQUENCE, SHAPE, checkpoint, make_trainer
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
@@ -48,6 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sapo, high entropy": {"loss_type": "sapo", "top_entropy_quantile": 0.5},
     "vespo": {"loss_type": "vespo"},
     "temperature, off-policy mask": {**SEQUENCE, "temperature": 0.7, "off_policy_mask_threshold": 1e-4},
+    "experts with an auxiliary loss": {**SEQUENCE, "router_aux_loss_coef": 0.1},
     "truncated answers masked": {**SEQUENCE, "mask_truncated_completions": True},
     "tool mask, advantages per token": {**SEQUENCE, "tools": True},
 }
@@ -78,7 +79,10 @@ def configuration(name: str) -> dict[str, Any]:
     return options
 
 
-def train(name: str, ours: bool, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # log history and parameters
+
+
+def train(name: str, ours: bool, folder: Path) -> Trained:
     """Return the log history and the trained parameters after a few steps of plain SGD."""
     options = configuration(name)
     lora, tools = options.pop("lora", None), options.pop("tools", False)
@@ -88,13 +92,15 @@ def train(name: str, ours: bool, folder: Path) -> tuple[list[dict[str, float]], 
     peft_config = None
     if lora:
         peft_config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=lora, init_lora_weights=False)
-    trainer = make_trainer(trainer_class, checkpoint(folder / "model"), folder, peft_config, **options)
+    model = checkpoint(folder / "model", experts="router_aux_loss_coef" in options)
+    trainer = make_trainer(trainer_class, model, folder, peft_config, **options)
     trainer.train()
     parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return trainer.state.log_history, parameters
 
 
-def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
+def compare(stock: Trained, with_ours: Trained) -> None:
+    (logs, parameters), (ours, our_parameters) = stock, with_ours
     assert len(ours) == len(logs) > 4
     for a, b in zip(ours, logs, strict=True):
         added = {f"gspo/{name}" for name in METRICS} if "loss" in a else set()
@@ -109,36 +115,19 @@ def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
             if "time" not in key and "per_second" not in key and "runtime" not in key:
                 assert a[key] == pytest.approx(b[key], rel=relative, abs=absolute, nan_ok=True), key
     assert max(log.get("grad_norm", 0.0) for log in logs) > 1e-3
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path) -> None:
-    logs, parameters = train(name, False, tmp_path / "stock")
-    ours, our_parameters = train(name, True, tmp_path / "ours")
-    compare(logs, ours)
     for key, p in parameters.items():
         torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
-    if "router_aux_loss_coef" not in KNOWN:
-        pytest.skip(f"TRL {trl.__version__} has no auxiliary loss of experts")
-    logs = []
-    for kind in (GRPOTrainer, GSPOTrainer):
-        folder = tmp_path / kind.__name__
-        trainer = make_trainer(kind, checkpoint(folder / "model", experts=True), folder, **SEQUENCE, max_steps=1)
-        trainer.train()
-        logs.append(trainer.state.log_history[0])
-    stock, ours = logs
-    assert ours["aux_loss"] > 1 and ours["aux_loss"] == pytest.approx(stock["aux_loss"], rel=TRAINER_LOG_RELATIVE)
-    for name in ("loss", "grad_norm"):
-        assert ours[name] == pytest.approx(stock[name], rel=TRAINER_LOG_RELATIVE), name
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path) -> None:
+    compare(train(name, False, tmp_path / "stock"), train(name, True, tmp_path / "ours"))
 
 
 def rank_main(rank: int, folder: Path, ours: bool) -> None:
-    logs, parameters = train("gspo", ours, folder / str(rank))
+    trained = train("gspo", ours, folder / str(rank))
     if rank == 0:
-        torch.save((logs, parameters), folder / "trained.pt")
+        torch.save(trained, folder / "trained.pt")
 
 
 @pytest.mark.slow
@@ -146,32 +135,15 @@ def test_training_on_two_ranks_equals_training_with_trls_log_probs(tmp_path: Pat
     for name in ("stock", "ours"):
         (tmp_path / name).mkdir()
         run_ranks(rank_main, 2, tmp_path / name, name == "ours")
-    (logs, parameters), (ours, our_parameters) = (
-        torch.load(tmp_path / name / "trained.pt") for name in ("stock", "ours")
-    )
-    compare(logs, ours)
-    for key, p in parameters.items():
-        torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    compare(*(torch.load(tmp_path / name / "trained.pt") for name in ("stock", "ours")))
 
 
 @pytest.mark.skipif(not asks_the_model, reason="needs TRL 1.15, which reads heads itself")
 def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
     """TRL 1.16 does not know the name of RecurrentGemma's soft-cap."""
     torch.manual_seed(0)
-    config = transformers.RecurrentGemmaConfig(
-        vocab_size=10,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        lru_width=16,
-        num_key_value_heads=1,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-        logits_soft_cap=2.0,
-        block_types=["recurrent", "attention"],
-    )
+    sizes = {**SHAPE, "lru_width": 16, "block_types": ["recurrent", "attention"]}
+    config = transformers.RecurrentGemmaConfig(**sizes, logits_soft_cap=2.0)
     model = transformers.RecurrentGemmaForCausalLM(config).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)

@@ -139,14 +139,6 @@ def test_gradients_of_dppo_equal_verls(loss: str, bound: float, weights: bool, b
     assert metrics["actor/pg_clipfrac"] == pytest.approx(ours_of_both, abs=1e-6)
 
 
-def test_verls_token_sum_is_a_token_mean_with_normalizer_1(backend: str) -> None:
-    """In this mode, too, verl multiplies by the number of ranks."""
-    objective = Objective.preset("dapo", dual_clip=3.0)
-    batch = rollout(objective, seed=3)
-    value, gradient, _ = verl_loss(batch, objective, "vanilla", "token-sum", dp_size=4)
-    assert_agree(batch, ours(batch, objective, backend, normalizer=1 / 4), value, gradient)
-
-
 def test_verls_kl_term_of_sapo_has_its_own_normalizer(backend: str) -> None:
     """verl reads loss_agg_mode for the KL term, but not for the policy term of SAPO."""
     objective = Objective.preset("sapo", kl_coef=0.1, kl_aggregation="token-mean")

@@ -12,7 +12,6 @@ from helpers import trl_trainer
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, ours, rollout
 from helpers.trl_losses import GRADIENT_STEPS, LONGEST, SEQUENCE, trl_loss
-from torch import Tensor
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import gdpo_advantages, group_advantages
@@ -102,25 +101,13 @@ def test_advantages_of_two_rewards_equal_trls(aggregation: str, tmp_path: Path) 
     rewards[:, 1] *= 30
     rewards[:4, 0] = 0.1  # a group without variation
     weights = [1.0, 0.5]
-    captured: list[Tensor] = []
-
-    class Trainer(trl_trainer.GRPOTrainer):
-        def _calculate_rewards(self, *arguments: Any) -> Tensor:
-            return rewards
-
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            outputs = super()._generate_and_score_completions(inputs)
-            captured.append(outputs["advantages"])
-            return outputs
-
-    trainer = trl_trainer.make_trainer(
-        Trainer,
-        trl_trainer.checkpoint(tmp_path / "model"),
-        tmp_path,
-        multi_objective_aggregation=aggregation,
-        max_steps=1,
-        steps_per_generation=2,
-    )
+    captured: list[Any] = []
+    options = {"multi_objective_aggregation": aggregation, "max_steps": 1, "steps_per_generation": 2}
+    model = trl_trainer.checkpoint(tmp_path / "model")
+    trainer = trl_trainer.make_trainer(trl_trainer.GRPOTrainer, model, tmp_path, **options)
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: (captured.append(generate(inputs)), captured[-1])[1]
+    trainer._calculate_rewards = lambda *_: rewards
     trainer.reward_funcs = trainer.reward_funcs * 2
     trainer.reward_func_names = ["one", "two"]
     trainer.reward_weights = torch.tensor(weights, dtype=torch.float64)
@@ -129,4 +116,4 @@ def test_advantages_of_two_rewards_equal_trls(aggregation: str, tmp_path: Path) 
         ours = gdpo_advantages(rewards, 4, weights=weights, eps=1e-4)
     else:
         ours = group_advantages(rewards @ torch.tensor(weights, dtype=torch.float64), 4, eps=1e-4)
-    torch.testing.assert_close(ours, captured[0])
+    torch.testing.assert_close(ours, captured[0]["advantages"])

@@ -18,7 +18,7 @@ from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments
 from gspo_kernels.integrations.reference_trainer import train, train_config
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
-from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
+from gspo_kernels.integrations.reference_trainer.config import TrainConfig
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample, sampler_weights
@@ -157,25 +157,3 @@ def test_corrections_are_an_option_that_a_record_keeps(option: Any, corrections:
     assert config.objective.rollout_correction == corrections
     assert train_config(**json.loads(json.dumps(config.to_dict()))).objective == config.objective
     assert train_config(objective=Objective(rollout_correction=corrections)).objective == config.objective
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"rollout_correction": "tis"},
-            "rollout_correction: expected fields of a correction, such as {level: sequence, ",
-        ),
-        ({"rollout_correction": {"level": "word"}}, "rollout_correction: RolloutCorrection: level must be "),
-        ({"rollout_correction": {"lvl": "token"}}, "rollout_correction: .*unexpected keyword argument 'lvl'"),
-        (
-            {"rollout_correction": {}, "old_log_probs": "sampler"},
-            "old_log_probs: expected trainer with rollout_correction",
-        ),
-        ({"old_log_probs": "vllm"}, "old_log_probs: expected one of 'trainer', 'sampler', got 'vllm'"),
-        ({"sampler_precision": "fp16"}, "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        train_config(**options)

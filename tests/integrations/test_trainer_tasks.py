@@ -190,20 +190,6 @@ def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch:
     assert sys.path == path
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("long", 'expected "module:function" or "file.py:function"'),
-        ("much*json:loads", "got 'much*json:loads'"),
-        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
-        ("json:lods", "expected a function lods in json, got None"),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded_is_named(spec: str, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        load_reward(spec)
-
-
 def test_bad_rewards_are_refused() -> None:
     one = RewardComponent("one", 1.0, lambda *_: 1.0)
     for components, options, message in [

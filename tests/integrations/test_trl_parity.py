@@ -95,6 +95,16 @@ def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
 
 
+def test_sequence_ratios_with_trls_loss_type_dapo_are_luspo() -> None:
+    """TRL's issue 3823: sequence ratios with loss_type dapo give LUSPO, up to a constant factor."""
+    objective, config = CASES["gspo with loss_type dapo"]
+    batch = rollout(objective)
+    _, gradient, _ = trl_loss(batch, objective, config)
+    lengths = batch.mask.sum(1)
+    _, by_length = ours(batch, replace(objective, aggregation="seq-mean-token-sum"), "torch")
+    torch.testing.assert_close(gradient * lengths.sum() / len(lengths), by_length)
+
+
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_advantages_of_two_rewards_equal_trls(aggregation: str, tmp_path: Path) -> None:
     rewards = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

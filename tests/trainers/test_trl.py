@@ -48,7 +48,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sapo, high entropy": {"loss_type": "sapo", "top_entropy_quantile": 0.5},
     "vespo": {"loss_type": "vespo"},
     "temperature, off-policy mask": {**SEQUENCE, "temperature": 0.7, "off_policy_mask_threshold": 1e-4},
-    "experts with an auxiliary loss": {**SEQUENCE, "router_aux_loss_coef": 0.1},
     "truncated answers masked": {**SEQUENCE, "mask_truncated_completions": True},
     "tool mask, advantages per token": {**SEQUENCE, "tools": True},
 }
@@ -92,8 +91,7 @@ def train(name: str, ours: bool, folder: Path) -> Trained:
     peft_config = None
     if lora:
         peft_config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=lora, init_lora_weights=False)
-    model = checkpoint(folder / "model", experts="router_aux_loss_coef" in options)
-    trainer = make_trainer(trainer_class, model, folder, peft_config, **options)
+    trainer = make_trainer(trainer_class, checkpoint(folder / "model"), folder, peft_config, **options)
     trainer.train()
     parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return trainer.state.log_history, parameters
@@ -122,6 +120,21 @@ def compare(stock: Trained, with_ours: Trained) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path) -> None:
     compare(train(name, False, tmp_path / "stock"), train(name, True, tmp_path / "ours"))
+
+
+def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
+    if "router_aux_loss_coef" not in KNOWN:
+        pytest.skip(f"TRL {trl.__version__} has no auxiliary loss of experts")
+    logs = []
+    for kind in (GRPOTrainer, GSPOTrainer):
+        folder = tmp_path / kind.__name__
+        trainer = make_trainer(kind, checkpoint(folder / "model", experts=True), folder, **SEQUENCE, max_steps=1)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    stock, ours = logs
+    assert ours["aux_loss"] > 1 and ours["aux_loss"] == pytest.approx(stock["aux_loss"], rel=TRAINER_LOG_RELATIVE)
+    for name in ("loss", "grad_norm"):
+        assert ours[name] == pytest.approx(stock[name], rel=TRAINER_LOG_RELATIVE), name
 
 
 def rank_main(rank: int, folder: Path, ours: bool) -> None:

@@ -117,24 +117,6 @@ def skyrls_own() -> Any:
     return module
 
 
-@case("SkyRL's own function", tensor_model_parallel_size=2, context_parallel_size=2)
-def _skyrl_itself() -> None:
-    hidden, weight, ids = operands()
-    shard, bounds = shard_of(weight)
-    tp = parallel_state.get_tensor_model_parallel_group()
-    cp = parallel_state.get_context_parallel_group()
-    options: dict[str, Any] = {"chunk_size": 3, "temperature": 0.7}
-    found = []
-    for function in (skyrl.log_probs, skyrls_own().from_parallel_hidden_to_logprobs):
-        own, rows = (x.detach().float().requires_grad_() for x in (hidden.transpose(0, 1), shard))
-        out = function(own, rows, ids, *bounds, tp, **options)
-        weighted(out, None, torch.ones_like(out, dtype=torch.bool)).backward()
-        with torch.no_grad():  # SkyRL's backward of the gather over cp_group needs a GPU
-            of_ranks = function(own[:, : S // 2], rows, ids[:, : S - 1], *bounds, tp, cp_group=cp, **options)
-        found.append({"log_probs": out.detach(), "hidden": own.grad, "weight": rows.grad, "cp": of_ranks})
-    assert_close(found[0], found[1], MODEL_GRADIENT_RELATIVE[torch.float32])
-
-
 @case("SkyRL's packed sequences", tensor_model_parallel_size=2, context_parallel_size=2)
 def _skyrl_packed() -> None:
     """SkyRL's function of packed sequences, with our log-probs inside and with its own."""

@@ -59,8 +59,17 @@ def checkpoint(folder: Path, experts: bool = False) -> str:
     return str(folder)
 
 
-def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_config: Any = None, **options: Any) -> Any:
-    config = GRPOConfig(
+def make_trainer(
+    trainer: type[GRPOTrainer],
+    model: Any,
+    folder: Path,
+    peft_config: Any = None,
+    eval_dataset: datasets.Dataset | None = None,
+    config: type[GRPOConfig] = GRPOConfig,
+    prompts: int = 64,
+    **options: Any,
+) -> Any:
+    args = config(
         **{
             "output_dir": str(folder / "out"),
             "use_cpu": True,
@@ -87,8 +96,9 @@ def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_conf
     return trainer(
         model=model,
         reward_funcs=lambda completions, **_: [float(text.count("a") - text.count("b")) for text in completions],
-        args=config,
-        train_dataset=datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in LETTERS]),
+        args=args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in LETTERS][:prompts]),
+        eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         peft_config=peft_config,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import io
 import pickle
 import re
@@ -46,33 +45,14 @@ SIZES = {
 }
 # Configuration class, model class, additional configuration values, and the expected options that differ from PLAIN.
 CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}, {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", EIGHT, {}),
     "qwen3 tied": ("Qwen3Config", "Qwen3ForCausalLM", {**EIGHT, "tie_word_embeddings": True}, {}),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {}, {}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}, {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**EIGHT, "final_logit_softcapping": 5.0}, {"logit_softcap": 5.0}),
-    "gemma3": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {**EIGHT, "final_logit_softcapping": 7.0},
-        {"logit_softcap": 7.0},
-    ),
-    "recurrent gemma": (
-        "RecurrentGemmaConfig",
-        "RecurrentGemmaForCausalLM",
-        {"logits_soft_cap": 6.0, "lru_width": 32, "block_types": ["recurrent", "attention"]},
-        {"logit_softcap": 6.0},
-    ),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.0625}, {"logit_scale": 0.0625}),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {"logit_scale": 0.3}, {"logit_scale": 0.3}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 6.0}, {"logit_scale": 1 / 6.0}),
-    "hyperclovax": ("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", {"logits_scaling": 0.3}, {"logit_scale": 0.3}),
     "phi, a bias": ("PhiConfig", "PhiForCausalLM", {}, {}),
-    "gptj, a bias": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 4}, {}),
-    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}, {}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}, {}),
-    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}, {}),
     "falcon-h1": (
         "FalconH1Config",
         "FalconH1ForCausalLM",
@@ -85,12 +65,6 @@ CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "ModernBertDecoderConfig",
         "ModernBertDecoderForCausalLM",
         {"cls_token_id": 3, "sep_token_id": 4},
-        {},
-    ),
-    "minicpm3, hidden states scaled before the head": (
-        "MiniCPM3Config",
-        "MiniCPM3ForCausalLM",
-        {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "dim_model_base": 8},
         {},
     ),
     "inkling, a padded vocabulary": (
@@ -209,11 +183,9 @@ def test_loss_and_gradients_equal_those_of_the_models_logits(name: str) -> None:
     assert before == (set(vars(model)), set(vars(model.get_output_embeddings())))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "cohere2", "phi, a bias", "xlstm"])
-def test_training_dtypes_pass_the_check(name: str, dtype: torch.dtype) -> None:
-    model = make(name).to(dtype)
-    options = fuse_head(model).options
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "xlstm"])
+def test_a_bf16_model_passes_the_check(name: str) -> None:
+    options = fuse_head(make(name).bfloat16()).options
     expected = {**PLAIN, **CENSUS[name][3]}
     assert options.logit_scale == pytest.approx(expected["logit_scale"], rel=4e-3)
     assert (options.logit_softcap, options.vocab_size) == (expected["logit_softcap"], 96)
@@ -226,46 +198,20 @@ def test_the_check_ignores_an_outer_autocast() -> None:
     assert logit_options(model) == PLAIN
 
 
-def test_columns_that_the_model_cuts_are_left_out() -> None:
+def test_logit_options_keeps_a_fused_model_fused() -> None:
     model = make("qwen3").double()
-    forward = model.forward
-
-    def cut(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        out.logits = out.logits[..., :90]
-        return out
-
-    model.forward = cut
-    assert fuse_head(model).options.vocab_size == 90
-    lp = fused_loss(model, torch.zeros(3, 8).double()).result.log_probs
-    mask = batch()[1]
-    inputs = {**batch()[0]}
-    logits = forward(**inputs).logits[:, :-1, :90]
-    ids = inputs["input_ids"][:, 1:].clamp(max=89)
-    expected = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    real = mask & (inputs["input_ids"][:, 1:] < 90)
-    torch.testing.assert_close(lp[real], expected[real])
-
-
-def test_fuse_head_is_idempotent_and_removable() -> None:
-    model = make("qwen3")
-    state = torch.random.get_rng_state()
-    mode = model.training
     head = fuse_head(model)
-    assert fuse_head(model) is head
-    assert torch.equal(torch.random.get_rng_state(), state) and model.training == mode
-    assert all(p.grad is None for p in model.parameters())
-    assert "input_ids" in inspect.signature(model.forward).parameters
-    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        copied.get_output_embeddings().weight.zero_()
-    lp = fused_loss(copied, torch.zeros(3, 8)).result.log_probs[batch()[1]]
-    torch.testing.assert_close(lp, torch.full_like(lp, -torch.tensor(96.0).log().item()))
-    assert not torch.equal(fused_loss(model, torch.zeros(3, 8)).result.log_probs[batch()[1]], lp)
+    assert logit_options(model) == PLAIN and fuse_head(model) is head
+    assert_fused_equals_dense(model)
     head.remove()
-    assert not isinstance(fused_loss(model, torch.zeros(3, 8)), HeadOutput)
     assert logit_options(model) == PLAIN and "forward" not in vars(model)
+
+
+def test_the_measurement_keeps_the_random_state() -> None:
+    model = make("gpt2", resid_pdrop=0.5).train()
+    state = torch.random.get_rng_state()
+    fuse_head(model)
+    assert torch.equal(torch.random.get_rng_state(), state) and all(module.training for module in model.modules())
 
 
 def test_a_later_wrapper_must_be_removed_first() -> None:
@@ -277,13 +223,6 @@ def test_a_later_wrapper_must_be_removed_first() -> None:
         head.remove()
     model.forward = ours
     head.remove()
-
-
-def test_the_model_output_is_returned_too() -> None:
-    model = make("mixtral", output_router_logits=True)
-    fuse_head(model)
-    out = fused_loss(model, torch.zeros(3, 8))
-    assert out.model_output.aux_loss > 0 and len(out.model_output.router_logits) == 2
 
 
 BODY = {"target_modules": ["q_proj"]}
@@ -359,100 +298,82 @@ def test_peft_models_equal_their_logits_with_adapters_on_off_and_merged(name: st
     torch.testing.assert_close(fused_log_probs(model), merged)
 
 
-@pytest.mark.parametrize("name", ["lora", "tokens", "tokens, tied"])
-def test_an_adapter_without_a_part_on_the_head_changes_nothing_there(name: str) -> None:
-    peft = pytest.importorskip("peft")
-    model = adapted(name)
-    mask = batch()[1]
-    fuse_head(model)
-    with model.disable_adapter():
-        base = fused_log_probs(model)
-    model.add_adapter("other", peft.LoraConfig(r=2, **BODY))  # a new adapter has no effect yet
-    model.set_adapter("other")
-    torch.testing.assert_close(fused_log_probs(model), base)
-    torch.testing.assert_close(dense_log_probs(model) * mask, base)
-
-
-def test_disabling_merged_token_rows_raises() -> None:
-    model = adapted("tokens")
-    fuse_head(model)
-    model.merge_adapter()
-    with model.disable_adapter(), pytest.raises(ValueError, match="unmerged before it is disabled"):
-        fused_log_probs(model)
-
-
-def test_dora_is_refused_and_the_model_is_unchanged() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
-    model = peft.get_peft_model(make("qwen3"), config)
-    with pytest.raises(ValueError, match="DoRA"):
-        fuse_head(model)
-    base = model.get_base_model()
-    assert "forward" not in vars(base) and "forward" not in vars(base.get_output_embeddings())
-
-
 class Odd(transformers.Qwen3ForCausalLM):
-    """A model that changes its logits by the operation `how`, or calls its head twice."""
+    """A model that applies `change` to its logits, or calls its head twice."""
 
-    how = "square"
+    change: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        if self.how == "square":
-            out.logits = out.logits**2
-        elif self.how == "twice":
+        if self.change is not None:
+            out.logits = self.change(out.logits)
+        else:
             self.lm_head(out.logits.new_zeros(1, 2, 32))
-        elif self.how == "scale":
-            out.logits = out.logits * 0.37
-        elif self.how == "shift":
-            out.logits = out.logits + torch.arange(out.logits.shape[-1])
         return out
 
 
-@pytest.mark.parametrize(("how", "message"), [("square", "soft-cap"), ("shift", "soft-cap"), ("twice", "got 2 calls")])
-def test_a_model_with_other_operations_on_its_logits_is_refused(how: str, message: str) -> None:
+def odd(change: Callable[[Tensor], Tensor] | None) -> Any:
     model = Odd(make("qwen3").config)
-    model.how = how
-    with pytest.raises(HeadError, match=message):
-        fuse_head(model)
-    assert "forward" not in vars(model)
+    model.change = change
+    return model
 
 
-def test_a_model_that_does_not_call_its_head_is_refused() -> None:
+def with_head(head: nn.Module | None) -> Any:
+    """Return a model whose output embeddings are not the head that it calls."""
     model = make("qwen3")
-    model.get_output_embeddings = lambda: nn.Linear(32, 96)
-    with pytest.raises(HeadError, match="got 0 calls"):
-        fuse_head(model)
-    model.get_output_embeddings = lambda: None
-    with pytest.raises(HeadError, match="output embeddings"):
-        fuse_head(model)
+    model.get_output_embeddings = lambda: head
+    return model
 
 
-def test_the_model_works_after_an_error_inside_the_loss() -> None:
+def with_nan() -> Any:
     model = make("qwen3")
-    fuse_head(model)
-    lp = dense_log_probs(model)
-    with pytest.raises(ZeroDivisionError):
-        model(**batch()[0], with_head=lambda hidden, lm_head, **options: 1 / 0)
-    assert torch.equal(dense_log_probs(model), lp)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    return model
 
 
-class Shifted(nn.Linear):
-    """A linear layer that adds `shift`, which is 0 when the model is measured."""
+def with_a_method_as_weight() -> Any:
+    class Quantized(nn.Module):  # like torch.ao's dynamic layers
+        def weight(self) -> Tensor:
+            return torch.ones(96, 32)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + self.shift  # type: ignore[operator]
+    model = make("qwen3")
+    model.lm_head = Quantized()
+    return model
+
+
+def with_dora() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(make("qwen3"), peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "logits squared": (lambda: odd(torch.square), HeadError, "soft-cap"),
+    "logits shifted": (lambda: odd(lambda x: x + torch.arange(x.shape[-1])), HeadError, "soft-cap"),
+    "head called twice": (lambda: odd(None), HeadError, "got 2 calls"),
+    "head not called": (lambda: with_head(nn.Linear(32, 96)), HeadError, "got 0 calls"),
+    "no head": (lambda: with_head(None), HeadError, "output embeddings"),
+    "a NaN in the weight": (with_nan, HeadError, "must equal the fused ones"),
+    "no weight tensor": (with_a_method_as_weight, HeadError, r"must have a weight \[V, H\] .* got .*Quantized without"),
+    "DoRA": (with_dora, ValueError, "DoRA"),
+    "meta device": (lambda: make("qwen3").to("meta"), HeadError, "meta device"),
+    "no model": (lambda: None, TypeError, "model must be a transformers model"),
+    "a name": (lambda: "Qwen/Qwen3-8B", TypeError, "model must be a transformers model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_fused_is_refused_and_unchanged(name: str) -> None:
+    make_model, error, message = REFUSED[name]
+    model = make_model()
+    with pytest.raises(error, match=message):
+        fuse_head(model)
+    if isinstance(model, nn.Module):
+        assert not any("forward" in vars(module) for module in model.modules())
 
 
 def assert_fused_equals_dense(model: Any) -> None:
     torch.testing.assert_close(fused_log_probs(model), dense_log_probs(model) * batch()[1])
-
-
-def test_a_linear_layer_with_another_forward_is_refused() -> None:
-    model = make("qwen2")
-    model.lm_head.__class__, model.lm_head.shift = Shifted, 0.0
-    with pytest.raises(TypeError, match="Shifted with a custom forward"):
-        fuse_head(model)
 
 
 def gets_an_adapter(model: Any) -> Any:
@@ -506,7 +427,7 @@ def test_a_changed_number_is_noticed_by_the_next_call(name: str) -> None:
 
 def test_the_hook_that_the_error_names_makes_a_float32_head_work() -> None:
     """Log-probs and gradients equal those of the model's logits, which are float32 with the hook."""
-    model = make("qwen2").bfloat16()
+    model = make("qwen3").bfloat16()
     lm_head = model.lm_head.float()
     fuse_head(model)
     with pytest.raises(TypeError, match="lm_head must be of the dtype of hidden") as error:
@@ -521,7 +442,7 @@ def test_the_hook_that_the_error_names_makes_a_float32_head_work() -> None:
 
 
 def test_a_hook_added_later_is_noticed_by_the_next_call() -> None:
-    model = make("qwen2").double()
+    model = make("qwen3").double()
     fuse_head(model)
     hook = model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
     with pytest.raises(HeadError):
@@ -530,8 +451,9 @@ def test_a_hook_added_later_is_noticed_by_the_next_call() -> None:
     assert_fused_equals_dense(model)
 
 
-def test_models_prepared_by_accelerate_are_fused_and_unwrapped() -> None:
+def test_models_prepared_by_accelerate_are_fused_and_unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})  # trainers of this process have set it
     model = make("gemma2").float()
     with torch.no_grad():
         model.lm_head.weight.mul_(8)  # logits that bf16 rounds by more than the check allows
@@ -540,7 +462,7 @@ def test_models_prepared_by_accelerate_are_fused_and_unwrapped() -> None:
     fuse_head(prepared)
     inputs, _, _ = batch()
     assert isinstance(prepared(**inputs, with_head=lambda hidden, head, **options: 1), HeadOutput)
-    model = make("qwen2").float()
+    model = make("qwen3").float()
     fuse_head(model)
     unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
     assert unwrapped(**inputs).logits.shape[-1] == 96
@@ -575,14 +497,6 @@ def test_a_device_map_moves_tensors_to_the_head_and_results_back(name: str) -> N
     assert gradients.keys() == expected_gradients.keys() and any("lm_head" in n for n in gradients)
 
 
-def test_adapter_dropout_does_not_affect_the_check() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
-    model = peft.get_peft_model(make("qwen2"), config).train()
-    fuse_head(model)
-    assert all(module.training for module in model.modules())
-
-
 def saved_and_loaded(model: Any) -> Any:
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -596,7 +510,7 @@ def pickled(model: Any) -> Any:
 
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled, saved_and_loaded])
 def test_a_copied_model_has_its_own_fused_head(copied_by: Callable[[Any], Any]) -> None:
-    model = make("qwen2").double()
+    model = make("qwen3").double()
     fuse_head(model)
     copied = copied_by(model)
     with torch.no_grad():
@@ -610,18 +524,8 @@ def test_a_copied_model_has_its_own_fused_head(copied_by: Callable[[Any], Any]) 
     assert "forward" not in vars(copied) and "forward" in vars(model)
 
 
-def test_a_copy_whose_forward_runs_the_original_is_refused() -> None:
-    """`copy.deepcopy` does not copy a closure, such as TRL's forward."""
-    model = make("qwen2")
-    original = model.forward
-    model.forward = lambda **kwargs: original(**kwargs)
-    fuse_head(model)
-    with pytest.raises(HeadError, match=r"got 0 calls \(is this a deep copy .* use pickle instead"):
-        fuse_head(copy.deepcopy(model))
-
-
 def test_a_fused_model_is_freed_by_one_collection() -> None:
-    model = make("qwen2")
+    model = make("qwen3")
     fuse_head(model)
     fused_log_probs(model).sum().backward()
     freed = weakref.ref(model)
@@ -630,15 +534,8 @@ def test_a_fused_model_is_freed_by_one_collection() -> None:
     assert freed() is None
 
 
-def test_invalid_models_and_labels_raise() -> None:
-    for wrong in (None, "Qwen/Qwen3-8B"):
-        with pytest.raises(TypeError, match="model must be a transformers model"):
-            fuse_head(wrong)  # type: ignore[arg-type]
-    meta = make("qwen2").to("meta")
-    with pytest.raises(HeadError, match="meta device"):
-        fuse_head(meta)
-    assert "forward" not in vars(meta)
-    model = make("qwen2")
+def test_labels_with_a_head_function_are_refused() -> None:
+    model = make("qwen3")
     fuse_head(model)
     inputs, _, _ = batch()
     with pytest.raises(ValueError, match="labels must be None"):
@@ -661,33 +558,9 @@ def test_the_head_is_restored_after_an_error_inside_the_model() -> None:
     assert model.lm_head is head and torch.equal(dense_log_probs(model), lp)
 
 
-def test_the_measurement_keeps_the_random_state() -> None:
-    model = make("gpt2", resid_pdrop=0.5).train()
-    state = torch.random.get_rng_state()
-    fuse_head(model)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_logit_options_keeps_a_fused_model_fused() -> None:
-    model = make("qwen2").double()
-    head = fuse_head(model)
-    assert logit_options(model) == PLAIN and fuse_head(model) is head
-    assert_fused_equals_dense(model)
-
-
-def test_a_head_with_nan_weights_is_refused() -> None:
-    model = make("qwen2")
-    with torch.no_grad():
-        model.lm_head.weight[3] = torch.nan
-    with pytest.raises(HeadError, match="must equal the fused ones"):
-        fuse_head(model)
-
-
 def test_negative_and_unlisted_scales_are_measured() -> None:
-    assert fuse_head(make("cohere2", logit_scale=-0.3)).options.logit_scale == pytest.approx(-0.3)
-    model = Odd(make("qwen3").config)
-    model.how = "scale"
-    assert fuse_head(model).options.logit_scale == pytest.approx(0.37)
+    assert fuse_head(make("cohere", logit_scale=-0.3)).options.logit_scale == pytest.approx(-0.3)
+    assert fuse_head(odd(lambda logits: logits * 0.37)).options.logit_scale == pytest.approx(0.37)
 
 
 def test_numbers_of_the_text_configuration_are_candidates() -> None:
@@ -695,47 +568,8 @@ def test_numbers_of_the_text_configuration_are_candidates() -> None:
 
 
 def test_base_model_unwraps_torch_compile() -> None:
-    model = make("qwen2")
+    model = make("qwen3")
     assert base_model(torch.compile(model)) is model
-
-
-class _PacksInEvaluation(nn.Linear):
-    """Packs its weight in evaluation mode if the input needs no gradient, like bitsandbytes' 4-bit layers on a CPU."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=False)
-        self.weight: Any = linear.weight
-        self.weight.quant_state = object()
-        self.packed = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.packed |= not self.training and not input.requires_grad
-        return super().forward(input)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_fuse_head_does_not_pack_quantized_layers(training: bool) -> None:
-    model = make("qwen2").train(training)
-    layers = [layer.mlp for layer in model.model.layers]
-    for mlp in layers:
-        mlp.up_proj = _PacksInEvaluation(mlp.up_proj).train(training)
-    modes = [module.training for module in model.modules()]
-    fuse_head(model)
-    assert not any(mlp.up_proj.packed for mlp in layers)
-    assert [module.training for module in model.modules()] == modes
-
-
-def test_a_head_without_a_weight_tensor_is_refused() -> None:
-    class Quantized(nn.Module):  # its weight is a method, as in torch.ao's dynamic layers
-        def weight(self) -> Tensor:
-            return torch.ones(96, 32)
-
-    model = make("qwen2")
-    forward = model.forward
-    model.lm_head = Quantized()
-    with pytest.raises(HeadError, match=r"must have a weight \[V, H\] .* got .*Quantized without"):
-        fuse_head(model)
-    assert model.forward == forward
 
 
 def test_the_lines_of_the_integrations_page_have_the_gradient_of_dense_gspo() -> None:

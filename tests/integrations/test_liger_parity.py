@@ -18,13 +18,10 @@ liger = pytest.importorskip("liger_kernel.chunked_loss")
 LONGEST, HIDDEN, VOCAB = 32, 24, 61
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "gspo": (Objective(), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "gspo delta": (
-        Objective(delta=1.0006),
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.0006},
-    ),
-    "gspo k3, bias-corrected": (
-        Objective(kl_coef=0.1, kl_ratio_factor=True),
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True},
+    "gspo delta, k3": (
+        Objective(delta=1.0006, kl_coef=0.1, kl_ratio_factor=True),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.0006, "beta": 0.1}
+        | {"use_bias_correction_kl": True},
     ),
     "grpo k3": (Objective.preset("grpo", kl_coef=0.04), {"loss_type": "grpo", "beta": 0.04}),
     "dapo": (Objective.preset("dapo"), {"loss_type": "dapo"}),

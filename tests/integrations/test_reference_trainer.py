@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
-from dataclasses import replace
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_runs import hidden_states, rows_of, small, write_jsonl
-from tolerance import PARAMETER_ABSOLUTE
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from gspo_kernels import Objective
-from gspo_kernels.advantages import group_advantages
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
     TrainingError,
@@ -29,7 +25,6 @@ from gspo_kernels.integrations.reference_trainer import (
 )
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
-from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import encode, left_padded, sample
 from gspo_kernels.integrations.tasks import Example, answer_found, batches, letters_in_place, task_by_name
 from gspo_kernels.tools.cli import app
@@ -68,38 +63,12 @@ def test_a_run_writes_metrics_curves_and_models(tmp_path: Path) -> None:
     assert report.results[1].end_reward == rows[-1]["eval_reward"]
 
 
-def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
-    def numbers(name: str, seed: int) -> list[dict]:
-        train(small(tmp_path, name=name, seeds=(seed,)))
-        return [{**row, "seed": None, "tokens_per_second": None, "seconds": None} for row in rows_of(tmp_path / name)]
-
-    first = numbers("first", 3)
-    assert numbers("again", 3) == first
-    assert numbers("other", 4) != first
-
-
 def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import_module = builtins.__import__
-
-    def without_matplotlib(name: str, *args: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(name, name="matplotlib")
-        return import_module(name, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     report = train(small(tmp_path, steps=1))
     assert report.curves is None
     assert "pip install 'gspo-kernels[train]'" in report.note
     assert len(rows_of(tmp_path / "demo")) == 2
-
-
-def test_an_earlier_run_is_kept_without_overwrite(tmp_path: Path) -> None:
-    train(small(tmp_path, steps=1, name="mine"))
-    with pytest.raises(InputError, match="overwrite=true"):
-        train(small(tmp_path, steps=2, name="mine"))
-    assert len(rows_of(tmp_path / "mine")) == 2
-    train(small(tmp_path, steps=2, name="mine", overwrite=True))
-    assert len(rows_of(tmp_path / "mine")) == 3
 
 
 # The loop
@@ -132,28 +101,6 @@ def test_only_the_first_update_has_ratio_one(tmp_path: Path, monkeypatch: pytest
     assert all((log_ratio != 0).any() for log_ratio in log_ratios[first:])
 
 
-@pytest.mark.parametrize("objective", ["gspo", "dapo", "cispo", "luspo"])
-def test_micro_batches_of_answers_of_different_lengths_add_up(tmp_path: Path, objective: str) -> None:
-    def gradients(micro_batch_size: int) -> torch.Tensor:
-        of = Objective.preset(objective, kl_coef=0.1, kl_aggregation="token-mean")
-        sizes = dict(micro_batch_size=micro_batch_size, updates_per_rollout=1, max_grad_norm=1e9)
-        config = small(tmp_path, objective=of, **sizes)
-        torch.manual_seed(0)
-        demo, demo.initial = policy.demo_policy(), policy.demo_policy()
-        rollout = sample(demo, [Example("sort ba:", "ab")] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
-        rollout.answer_mask[:5, 2:] = False
-        (epoch,) = update.mini_batches(config, seed=0, step=1)
-        batch = update.with_log_probs(config, demo, rollout, epoch)
-        batch = replace(batch, advantages=group_advantages(torch.rand(16), 4))
-        optimizer = Optimizer(demo, config)
-        update.update(config, demo, optimizer, batch, epoch[0])
-        return torch.cat([weight.grad.flatten() for weight in optimizer.weights if weight.grad is not None])
-
-    whole = gradients(0)
-    assert whole.norm() > 1e-3
-    torch.testing.assert_close(gradients(2), whole, rtol=0, atol=PARAMETER_ABSOLUTE)
-
-
 def test_a_gradient_budget_saves_passes_and_reports_the_dropped_mass(tmp_path: Path) -> None:
     def first_step(budget: float) -> dict:
         # The update has several row blocks. Blocks of little mass can be dropped, although the vocabulary is one tile.
@@ -175,8 +122,6 @@ def test_a_cache_saves_passes(tmp_path: Path) -> None:
     without, cached = rows
     assert cached["passes"] - 1 == pytest.approx(2 / 3 * (without["passes"] - 1)) and without["passes"] > 1
     assert cached["loss"] == pytest.approx(without["loss"], abs=1e-6)
-    with pytest.raises(InputError, match=r"cache_mib: expected a number of MiB >= 0, got -1"):
-        small(tmp_path, cache_mib=-1)
 
 
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,15 +191,6 @@ def test_left_padding_does_not_change_the_hidden_states() -> None:
     torch.testing.assert_close(padded, single)
 
 
-def test_a_chat_template_is_used() -> None:
-    demo = policy.demo_policy()
-    demo.tokenizer.chat_template = (
-        "{% for m in messages %}ab{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
-    )
-    ids = encode(demo, ["cd"])
-    assert demo.tokenizer.decode(ids[0]) == "abcd:"
-
-
 # Tasks and rewards
 
 
@@ -319,21 +255,6 @@ def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, che
     assert after.checkpoint_generation_config.top_k == 1  # the checkpoint's defaults are restored
 
 
-def test_answers_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"max_new_tokens=8190: with the longest prompt \(11 tokens\).* 8192 positions"
-    ):
-        train(small(tmp_path, max_new_tokens=8190))
-    assert not (tmp_path / "demo").exists()
-
-
-def test_a_model_without_trainable_parameters_is_refused() -> None:
-    demo = policy.demo_policy()
-    demo.model.requires_grad_(False)
-    with pytest.raises(InputError, match="no parameter is trainable"):
-        policy.make_policy(demo.model, demo.tokenizer)
-
-
 def test_logit_options_of_the_model_reach_the_loss() -> None:
     tokenizer = policy.demo_policy().tokenizer
     config: dict[str, Any] = dict(
@@ -352,21 +273,6 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
     policy.check_head(gemma, "auto")
 
 
-def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
-    demo = policy.demo_policy()
-    demo.fused.remove()
-    forward = demo.model.forward
-
-    def squared(*args: Any, **kwargs: Any) -> Any:
-        out = forward(*args, **kwargs)
-        out.logits = out.logits**2
-        return out
-
-    demo.model.forward = squared
-    with pytest.raises(InputError, match=r"model: .* softcap\(scale \* x\) over the first columns"):
-        policy.make_policy(demo.model, demo.tokenizer)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -375,56 +281,67 @@ def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
         ("steps=1.5", "steps: expected a whole number, such as 8 or 1e3, got '1.5'"),
         ("shuffle=maybe", "shuffle: expected true or false, got 'maybe'"),
         ("learning_rate=abc", "learning_rate: expected a number, such as 0.001 or 1e-3, got 'abc'"),
-        ("cache_mib=some", "cache_mib: expected a number, such as 0.001 or 1e-3, or none, got 'some'"),
-        ("seeds=a,b", "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got 'a,b'"),
-        (
-            "advantages=3",
-            "advantages: expected calls, such as group_advantages or [{group_advantages: ",
-        ),
-        ("advantages=[]", "advantages: expected at least one call, such as [group_advantages], got ()"),
-        (
-            "warmup_updates=801",
-            "warmup_updates: expected at most the 800 updates of the run (steps *",
-        ),
-        (
-            "model=x data=x.jsonl task=sorting",
-            "task: expected '' with data=x.jsonl, which has its own prompts, got",
-        ),
         ("learning_rate=nan", "learning_rate: expected a number above 0, got nan"),
-        ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),
-        ("gradient_budget=-0.1", "got -0.1"),
-        ("gradient_budget=nan", "got nan"),
-        ("prompts_per_step=3 group_size=3", "expected a divisor of the 9 answers"),
+        ("cache_mib=some", "cache_mib: expected a number, such as 0.001 or 1e-3, or none, got 'some'"),
+        ("cache_mib=-1", "cache_mib: expected a number of MiB >= 0, got -1"),
+        ("seeds=a,b", "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got 'a,b'"),
         ("seeds=1,1", "expected different numbers"),
+        ("advantages=3", "advantages: expected calls, such as group_advantages or [{group_advantages: "),
+        ("advantages=[]", "advantages: expected at least one call, such as [group_advantages], got ()"),
+        ("advantages=whitten", "advantages: expected calls of group_advantages"),
+        ('advantages=[{"group_advantages":{"scale":"loo"}}]', "advantages: group_advantages: scale must be one of"),
+        ("warmup_updates=801", "warmup_updates: expected at most the 800 updates of the run (steps *"),
+        ("model=x data=x.jsonl task=sorting", "task: expected '' with data=x.jsonl, which has its own prompts, got"),
+        ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),
+        ("gradient_budget=1e-3 entropy_coef=0.01", "gradient_budget: expected 0 with an entropy bonus"),
+        ("prompts_per_step=3 group_size=3", "expected a divisor of the 9 answers"),
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),
+        ("max_new_tokens=8190", "max_new_tokens=8190: with the longest prompt (11 tokens)"),
         ("name=a/b", "expected a plain folder name"),
         ("device=nonsense", "device: expected a device torch can use, got 'nonsense'"),
         ("model=somewhere", "model needs data=FILE, the jsonl file to train it on, or task=NAME"),
-        ("data=some.jsonl", "data needs model=FOLDER"),
+        ("model=/no/such/folder task=sorting", "model /no/such/folder: there is no such folder"),
         ("model=x data=/no/such.jsonl", "data /no/such.jsonl: expected a jsonl file, got no file"),
+        ("data=some.jsonl", "data needs model=FOLDER"),
+        ("reward=long", 'expected "module:function" or "file.py:function"'),
+        ("reward=much*json:loads", "got 'much*json:loads'"),
+        ("reward=no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("reward=math:cielo", "expected a function cielo in math, got None (is it 'ceil'?)"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),
+        ("num_generations=8", "num_generations: there is no such option (TRL's num_generations is group_size here);"),
+        ("save_strategy=no", "no such option; `gspo train --dry-run`"),
         ("preset=mo", "(is it 'moe'?)"),
-        ("task=sortin", "(is it 'sorting'?)"),
         ("objective=gpso", "objective: "),
         ("clip_low=-1", "clip_low"),
-        ("advantages=whitten", "advantages: expected calls of group_advantages"),
         ("normalizer=words", "normalizer: expected one of"),
+        ("rollout_correction=tis", "rollout_correction: expected fields of a correction, such as {level: sequence, "),
+        ("rollout_correction=[]", "rollout_correction must be a RolloutCorrection, a tuple of at least one"),
+        ('rollout_correction={"level":"word"}', "rollout_correction: RolloutCorrection: level must be "),
+        ('rollout_correction={"lvl":"token"}', "unexpected keyword argument 'lvl'"),
+        ("rollout_correction={} old_log_probs=sampler", "old_log_probs: expected trainer with rollout_correction"),
+        ("old_log_probs=vllm", "old_log_probs: expected one of 'trainer', 'sampler', got 'vllm'"),
+        ("sampler_precision=fp16", "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
+        ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
         ("quantization=4bit", "quantization: expected '' unless lora_rank is above 0"),
+        ("sampler_precision=bf16 quantization=8bit lora_rank=8", "sampler_precision: expected '' with quantization"),
+        ("preset=moe routing_replay=true", "routing_replay: expected gradient_checkpointing=false with it"),
+        ("routing_replay=true", "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
         ("initial_new_tokens=3", "length_steps: expected a number above 0"),
         ("report_to=mlflow", "report_to: expected tensorboard, wandb or both"),
         ("--steps 5", "--steps: expected key=value, such as steps=100"),
+        ("--gradient_budget 1e-3", "(is it gradient_budget=VALUE?)"),
     ],
 )
 def test_bad_options_print_one_line(tmp_path: Path, arguments: str, message: str) -> None:
     result = CliRunner().invoke(app, ["train", f"output={tmp_path}", *arguments.split()])
     assert result.exit_code == 1
-    assert message in result.stderr
-    assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
+    error = [line for line in result.stderr.splitlines() if not line.startswith("# importing the reward")]
+    assert len(error) == 1 and error[0].startswith("error: ") and message in error[0]
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("model", ["/no/such/model", "./models/mine", "no-such-model", "a/b/c"])
+@pytest.mark.parametrize("model", ["./models/mine", "no-such-model", "a/b/c"])
 def test_a_missing_model_folder_does_not_access_a_hub(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,13 +380,6 @@ def test_the_error_of_bad_data_names_its_line(tmp_path: Path, lines: list[object
     with pytest.raises(InputError) as caught:
         jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=1)
     assert message in str(caught.value) and "data.jsonl" in str(caught.value)
-
-
-def test_help_and_version_are_printed() -> None:
-    assert CliRunner().invoke(app, ["--version"]).output.startswith("gspo-kernels ")
-    assert "train" in CliRunner().invoke(app, ["--help"]).output
-    options = CliRunner().invoke(app, ["train", "--help"]).output
-    assert "--dry-run" in options and "--resume" in options and "preset=moe" in options
 
 
 # Learning

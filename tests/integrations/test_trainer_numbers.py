@@ -391,13 +391,3 @@ def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None
     of_tokens = advantages(Step("token_returns", {"kl_coef": 0.1, "kl": f"{estimator}, per token"}))
     expected = torch.tensor([[1 - 0.2 * kl, 1 - 0.1 * kl, 0], [2 - 0.1 * kl, 0, 0]])
     torch.testing.assert_close(of_tokens, expected)
-
-
-def test_rewards_are_normalized_by_group_by_default() -> None:
-    rewards = RewardBatch([0.0, 2.0, 5.0, 9.0], {}, [])
-    rollout: Any = SimpleNamespace(answer_mask=torch.ones(4, 1, dtype=torch.bool))
-    batch = update.Batch(rollout, torch.zeros(4, 1), None)
-    config = TrainConfig(group_size=2, advantages=(Step("normalize_rewards", {"by": "group"}),))
-    computed = advantages_of(config, batch, rewards, RunningMoments())
-    expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]) / 2**0.5
-    torch.testing.assert_close(computed, expected, rtol=METRIC_RELATIVE, atol=0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from typer.testing import CliRunner
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments, group_advantages, whiten
-from gspo_kernels.backends import workspace
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
@@ -36,36 +34,12 @@ from gspo_kernels.integrations.reference_trainer import (
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config_file import OBJECTIVE, PRESETS, TRL_NAMES, TYPES
 from gspo_kernels.integrations.reference_trainer.loading import set_seed
-from gspo_kernels.integrations.reference_trainer.memory import predicted_memory
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.reference_trainer.trackers import Trackers
 from gspo_kernels.integrations.settings import Step
 from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent
 from gspo_kernels.tools.cli import app
-
-# The settings of ROLL's documentation of GSPO.
-ROLL = """
-adv_estimator: "reinforce"
-importance_sampling: seq
-rollout_batch_size: 64 # prompt
-num_return_sequences_in_group: 8
-prompt_length: 2048
-response_length: 4096
-ppo_epochs: 1
-use_kl_loss: true
-kl_loss_coef: 0.001
-loss_agg_mode: "seq-mean-token-sum"
-whiten_advantages: true
-advantage_clip: 2.0
-dual_clip_loss: true
-reward_clip: 10
-reward_norm: null
-reward_shift: false
-reward_scale: false
-add_token_level_kl: false
-"""
-
 
 # Files, presets and the dry run
 
@@ -91,54 +65,6 @@ def test_a_run_can_be_written_and_read(tmp_path: Path, preset: str) -> None:
     assert again == replace(config, name=tmp_path.name, output=tmp_path.parent, resume=True, overwrite=False)
 
 
-def test_roll_settings_run_as_they_are(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    file = tmp_path / "roll.yaml"
-    file.write_text(ROLL)
-    config = read_config(file)
-    assert (config.prompts_per_step, config.group_size, config.epochs) == (64, 8, 1)
-    assert (config.max_prompt_tokens, config.max_new_tokens, config.normalizer) == (2048, 4096, "sequences")
-    names = ["clamp", "token_returns", "whiten", "clamp"]
-    assert [step.call for step in config.advantages] == names and config.advantages[-1].options == {"min": -2, "max": 2}
-    of = config.objective
-    assert (of.kl_coef, of.aggregation, of.ratio, of.dual_clip) == (0.001, "seq-mean-token-sum", "sequence", 1.4)
-    changes = [
-        "steps=1",
-        "seeds=0",
-        "max_new_tokens=16",
-        "prompts_per_step=4",
-        "eval_prompts=8",
-        f"output={tmp_path}",
-        "name=roll",
-    ]
-    row = rows_of(train(read_config(file, changes)).folder)[1]
-    assert row["kl"] > 0 and row["grad_norm"] > 0
-    file.write_text(ROLL + "max_len_mask: true\n")
-    with pytest.raises(InputError, match="max_len_mask"):
-        read_config(file)
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("max_completion_length", "max_new_tokens"),
-        ("num_generations", "group_size"),
-        ("beta", "kl_coef"),
-        ("epsilon_high", "clip_high"),
-        ("num_iterations", "epochs"),
-        ("per_device_train_batch_size", "micro_batch_size"),
-        ("steps_per_generation", "updates_per_rollout"),
-        ("generation_batch_size", r"prompts_per_step \* group_size"),
-        ("epsilon", "clip_low and clip_high"),
-        ("max_steps", r"steps \* epochs \* updates_per_rollout"),
-        ("importance_sampling_level", "ratio"),
-        ("use_bias_correction_kl", "kl_ratio_factor"),
-    ],
-)
-def test_an_option_of_trl_names_ours(name: str, ours: str) -> None:
-    with pytest.raises(InputError, match=rf"^{name}: there is no such option \(TRL's {name} is {ours} here\);"):
-        read_config(texts=[f"{name}=1"])
-
-
 def test_options_of_trl_are_translated_to_options_of_ours() -> None:
     known = {*TYPES, *OBJECTIVE, "objective"}
     for name, ours in TRL_NAMES.items():
@@ -147,10 +73,9 @@ def test_options_of_trl_are_translated_to_options_of_ours() -> None:
         assert ours == "--resume FOLDER" or (words and set(words) <= known), ours
 
 
-@pytest.mark.parametrize("text", ["- 1", "a: [", "a: 1\na: 2"])
-def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(text)
+    file.write_text("a: [")
     with pytest.raises(InputError, match=f"--config {file}: "):
         read_config(file)
 
@@ -180,44 +105,6 @@ def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_the_predicted_cache_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 answers of up to 7 tokens and 15 ids: all exponentials take 27 KB."""
-    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
-    config = read_config(None, ["backend=torch"])
-    without = predicted_memory(config, torch.device("cpu"))["loss"]
-    assert predicted_memory(replace(config, cache_mib=1000), torch.device("cpu"))["loss"] == without + 1
-    with monkeypatch.context() as on_gpu:
-        on_gpu.setattr(workspace, "cache_of_device", lambda device: 1280)
-        assert predicted_memory(config, torch.device("cpu"))["loss"] == without + 1
-    monkeypatch.setenv("GSPO_CACHE_MIB", "640")
-    assert predicted_memory(config, torch.device("cpu"))["loss"] == without + 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["reward=missing.py:score"], "reward 'missing.py:score': missing.py cannot be imported"),
-        (["reward=math:cielo"], "expected a function cielo in math, got None (is it 'ceil'?)"),
-        (["model=org/name", "data=missing.jsonl"], "data missing.jsonl: expected a jsonl file, got no file"),
-        (["model=/no/such/folder", "task=sorting"], "model /no/such/folder: there is no such folder"),
-        (["gradient_budget=1e-3", "entropy_coef=0.01"], "gradient_budget: expected 0 with an entropy bonus"),
-        (["--gradient_budget", "1e-3"], "(is it gradient_budget=VALUE?)"),
-        (
-            ["preset=moe", "routing_replay=true"],
-            "routing_replay: expected gradient_checkpointing=false with it",
-        ),
-        (["routing_replay=true"], "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
-    ],
-)
-def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    modes = [[]] if arguments == ["routing_replay=true"] else [["--dry-run"], []]
-    for mode in modes:
-        result = CliRunner().invoke(app, ["train", *mode, f"output={tmp_path}", *arguments])
-        error = [line for line in result.output.splitlines() if not line.startswith("# importing the reward")]
-        assert result.exit_code == 1 and len(error) == 1 and error[0].startswith("error: ") and message in error[0]
-        assert not list(tmp_path.iterdir())
-
-
 # Values from Python
 
 
@@ -239,29 +126,15 @@ def test_values_from_python_may_be_texts_and_lists(tmp_path: Path, monkeypatch: 
     [
         ({"seeds": 0}, "seeds: expected tuple[int, ...], got 0"),
         ({"seeds": [0, "1"]}, "seeds: expected int, got '1'"),
-        ({"steps": "5"}, "steps: expected int, got '5'"),
         ({"steps": True}, "steps: expected int, got True"),
-        ({"output": 3}, "output: expected Path, got 3"),
         ({"shuffle": 1}, "shuffle: expected bool, got 1"),
-        ({"learning_rate": None}, "learning_rate: expected float, got None"),
         ({"reward": "rewards.py:f"}, "reward: expected tuple[str, ...], got 'rewards.py:f'"),
         ({"advantages": ["whiten"]}, "advantages: expected Step, got 'whiten'"),
-        ({"objective": "dapo"}, "objective: expected Objective, got 'dapo'"),
     ],
 )
 def test_values_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         TrainConfig(**options)
-
-
-def test_train_config_names_the_option(tmp_path: Path) -> None:
-    for options, message in [
-        ({"stesp": 5}, "stesp: there is no such option (is it 'steps'?)"),
-        ({"seeds": "a"}, "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got 'a'"),
-        ({"output": 3}, "output: expected a path, got 3"),
-    ]:
-        with pytest.raises(InputError, match=f"^{re.escape(message)}"):
-            train_config(**options)
 
 
 # Tokens that the model does not have
@@ -299,12 +172,6 @@ def test_prompts_that_the_model_cannot_read_are_refused(
     assert not output.exists()
 
 
-def test_a_cache_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_CACHE_MIB", "-3")
-    with pytest.raises(InputError, match=r"^environment variable GSPO_CACHE_MIB must be an integer .* got '-3'"):
-        read_config()
-
-
 # Schedules
 
 
@@ -316,12 +183,6 @@ def test_schedules() -> None:
     assert replace(config, schedule="linear").learning_rate_at(16) == pytest.approx(0.25)
     grows = TrainConfig(max_new_tokens=7, initial_new_tokens=3, length_steps=4)
     assert [grows.new_tokens_at(step) for step in range(1, 7)] == [3, 4, 5, 6, 7, 7]
-
-
-def test_answers_grow_with_the_schedule(tmp_path: Path) -> None:
-    rows = rows_of(train(small(tmp_path, initial_new_tokens=1, length_steps=2)).folder)[1:]
-    assert [row["max_new_tokens"] for row in rows] == [1, 4, 7]
-    assert rows[0]["answer_tokens"] == 1 < rows[2]["answer_tokens"]
 
 
 # The reference of the KL term
@@ -453,38 +314,16 @@ def test_fuse_head_in_evaluation_keeps_the_gradients_of_4_bit_layers(tmp_path: P
     torch.testing.assert_close(gradient(fuse_head), expected, rtol=0, atol=0)
 
 
-def test_a_missing_bitsandbytes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    config = TrainConfig(model=str(tmp_path), task="sorting", lora_rank=4, quantization="4bit")
-    with pytest.raises(ModuleNotFoundError, match=r"quantization=4bit needs bitsandbytes, .*gspo-kernels\[lora\]"):
-        loading.quantization(config)
-
-
 # Advantages
 
 
-def batch_of(turns: int, kl: bool = False) -> update.Batch:
-    mask = torch.ones(4, 6, dtype=torch.bool)
-    turn_of_token = (torch.arange(6) * turns // 6).expand(4, 6)
-    rollout: Any = SimpleNamespace(answer_mask=mask, turn_of_token=turn_of_token)
-    old = torch.randn(4, 6)
-    return update.Batch(rollout, old, old - 0.5 if kl else None)
-
-
 def test_advantages_are_computed_by_the_named_functions() -> None:
-    rewards = RewardBatch([0.0, 1.0, 5.0, 5.5], {}, [])
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    batch = update.Batch(SimpleNamespace(answer_mask=mask), torch.zeros(4, 6), None)  # type: ignore[arg-type]
     steps = (Step("group_advantages", {"scale": "none"}), Step("whiten", {}), Step("clamp", {"max": 0.5}))
-    batch = batch_of(1)
+    rewards = RewardBatch([0.0, 1.0, 5.0, 5.5], {}, [])
     computed = advantages_of(TrainConfig(group_size=2, advantages=steps), batch, rewards, RunningMoments())
-    expected = whiten(torch.tensor([-0.5, 0.5, -0.25, 0.25]), batch.rollout.answer_mask).clamp(max=0.5)
-    torch.testing.assert_close(computed, expected)
-    config = TrainConfig(group_size=2, advantages=(Step("subtract_kl", {"kl_coef": 0.1, "kl_estimator": "k1"}),))
-    computed = advantages_of(config, batch_of(1, kl=True), rewards, RunningMoments())
-    torch.testing.assert_close(computed, torch.tensor(rewards.total) - 0.1 * 6 * 0.5)
-    running = RunningMoments()
-    config = TrainConfig(advantages=(Step("normalize_rewards", {"by": "running"}),))
-    advantages_of(config, batch_of(1), rewards, running)
-    assert running.count == 4 and running.mean == pytest.approx(2.875)
+    torch.testing.assert_close(computed, whiten(torch.tensor([-0.5, 0.5, -0.25, 0.25]), mask).clamp(max=0.5))
 
 
 def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
@@ -511,48 +350,21 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     assert advantages_of(TrainConfig(group_size=3), batch, nothing, running).tolist() == [0] * 6
 
 
-def test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on() -> None:
-    rewards = RewardBatch([1.0, 0.0, 1.5, 0.5], {}, [], [[0.0, 1.0], [0.0, 0.0], [1.0, 0.5], [0.5]])
-    config = TrainConfig(group_size=2, objective=Objective(ratio="sequence-token"))
-    computed = advantages_of(config, batch_of(2), rewards, RunningMoments())
-    first, second = (
-        group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), 4),
-        group_advantages(torch.tensor([1.5, 0.5, 0.5]), 3),
-    )
-    expected = torch.stack([first[[0, 1]], first[[2, 3]], second[[0, 1]], torch.stack([second[2], torch.tensor(0.0)])])
-    torch.testing.assert_close(computed, expected.repeat_interleave(3, 1))
-    per_answer = advantages_of(replace(config, objective=Objective()), batch_of(2), rewards, RunningMoments())
-    assert per_answer.shape == (4,)
-    # A large penalty in the first turn costs the return of the second turn no digits.
-    penalty = RewardBatch([-1e12 + 0.3] * 4, {}, [], [[-1e12, 0.3]] * 4)
-    returns = replace(config, advantages=(Step("group_advantages", {"baseline": "none", "scale": "none"}),))
-    computed = advantages_of(returns, batch_of(2), penalty, RunningMoments())
-    assert (computed[:, 3:] == torch.tensor(0.3)).all()
+def test_a_large_reward_of_a_turn_costs_the_returns_of_later_turns_no_digits() -> None:
+    rewards = RewardBatch([-1e12 + 0.3] * 4, {}, [], [[-1e12, 0.3]] * 4)
+    turns = torch.tensor([0, 0, 0, 1, 1, 1]).expand(4, 6)
+    rollout: Any = SimpleNamespace(answer_mask=torch.ones(4, 6, dtype=torch.bool), turn_of_token=turns)
+    batch = update.Batch(rollout, torch.zeros(4, 6), None)
+    steps = (Step("group_advantages", {"baseline": "none", "scale": "none"}),)
+    config = TrainConfig(group_size=2, objective=Objective(ratio="sequence-token"), advantages=steps)
+    assert (advantages_of(config, batch, rewards, RunningMoments())[:, 3:] == torch.tensor(0.3)).all()
+    of_answers = replace(config, objective=Objective())
+    assert advantages_of(of_answers, batch, rewards, RunningMoments()).shape == (4,)
     with pytest.raises(InputError, match="group_advantages alone"):
-        advantages_of(replace(config, advantages=(Step("whiten", {}),)), batch_of(2), rewards, RunningMoments())
+        advantages_of(replace(config, advantages=(Step("whiten", {}),)), batch, rewards, RunningMoments())
 
 
 # Rewards and trackers
-
-
-def test_components_failures_and_samples_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = itertools.count()
-
-    def broken(completion: str, answer: str) -> float:
-        if next(calls) % 2:
-            raise KeyError(answer)
-        return 0.0
-
-    components = [RewardComponent("length", 1.0, lambda text, _: len(text)), RewardComponent("broken", 1.0, broken)]
-    report = train(small(tmp_path, samples=3), reward=components)
-    row = rows_of(report.folder)[1]
-    assert row["reward"] == row["reward/length"] > 0 == row["reward/broken"] and row["reward_failures"] == 8
-    out = capsys.readouterr().out
-    for calls_that_failed, when in [(4, "the evaluation before the first step"), (8, "step 1")]:
-        assert f"{calls_that_failed} reward calls failed in {when}. One of them: broken: KeyError" in out
-    samples = [json.loads(line) for line in (report.folder / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [2, 2, 2, 3, 3, 3]
-    assert samples[0]["reward"] == samples[0]["components"]["length"] == len(samples[0]["completion"])
 
 
 def test_rewards_may_be_none(tmp_path: Path) -> None:
@@ -580,30 +392,12 @@ def test_a_reward_that_is_always_none_is_explained(tmp_path: Path) -> None:
     assert [(row["reward"], row["grad_norm"], row["unscored"]) for row in rows_of(report.folder)[1:]] == [(0, 0, 1)] * 3
 
 
-def test_metrics_reach_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-    run = SimpleNamespace(
-        log=lambda numbers, step: calls.append(("wandb", step, numbers.get("reward"))),
-        finish=lambda: calls.append(("end",)),
-    )
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    wandb, writer = ModuleType("wandb"), ModuleType("torch.utils.tensorboard.writer")
-
-    def init(**options: Any) -> SimpleNamespace:
-        run.name = options["name"]
-        calls.append(("init", options["name"], options["project"], options["config"]["clip_low"]))
-        return run
-
-    wandb.init = init  # type: ignore[attr-defined]
-    board = SimpleNamespace(add_scalar=lambda *x: calls.append(x), close=lambda: calls.append(("closed",)))
-    writer.SummaryWriter = lambda folder: board  # type: ignore[attr-defined]
-    for name, module in (("wandb", wandb), ("torch.utils.tensorboard.writer", writer)):
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", ModuleType("torch.utils.tensorboard"))
-    rows = rows_of(train(small(tmp_path, steps=1, seeds=(0, 1), report_to=("tensorboard", "wandb"))).folder)
-    assert ("seed1/reward", rows[3]["reward"], 1) in calls and ("wandb", 1, rows[1]["reward"]) in calls
-    assert [call[1:] for call in calls if call[0] == "init"] == [(f"demo-seed{seed}", "gspo", 3e-4) for seed in (0, 1)]
-    assert calls.count(("end",)) == 2 and calls.count(("closed",)) == 1
+def test_metrics_reach_tensorboard(tmp_path: Path) -> None:
+    events: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = train(small(tmp_path, steps=1, seeds=(0, 1), report_to=("tensorboard",))).folder
+    (path,) = {file.parent for file in folder.rglob("events.out.*")}
+    written = events.EventAccumulator(str(path)).Reload().Scalars("seed1/reward")
+    assert [(event.step, event.value) for event in written] == [(1, pytest.approx(rows_of(folder)[3]["reward"]))]
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -647,17 +441,3 @@ def test_the_manual_names_every_option() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "trainer.md").read_text()
     assert [name for name in TYPES if f"`{name}`" not in page] == []
     assert all(f"`{preset}`" in page for preset in PRESETS)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("advantages=[{group_advantages: {scale: loo}}]", "advantages: group_advantages: scale must be one of"),
-        ("advantages=[{group_advantages: {foo: 3}}]", "advantages: .*unexpected keyword argument 'foo'"),
-        ("num_generation=8", "TRL's num_generations is group_size here"),
-        ("save_strategy=no", r"no such option; `gspo train --dry-run`"),
-    ],
-)
-def test_options_are_refused_before_anything_is_sampled(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        read_config(texts=[text])

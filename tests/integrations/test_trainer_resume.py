@@ -6,17 +6,13 @@ A run is resumed with the arguments, options and prompts with which it was start
 from __future__ import annotations
 
 import errno
-import importlib.util
 import itertools
 import json
-import random
+import multiprocessing
 import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +38,6 @@ from gspo_kernels.integrations.reference_trainer.checkpoints import (
     WriteError,
     read_checkpoint,
     replacing,
-    write_checkpoint,
 )
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
@@ -50,15 +45,10 @@ from gspo_kernels.integrations.tasks import Example, RewardComponent, Rewards, T
 from gspo_kernels.tools.cli import app
 
 CLOCK = ("seconds", "tokens_per_second")
-TRAIN = """
-import json, sys
-from pathlib import Path
-from gspo_kernels.integrations.reference_trainer import read_config, train
-train(read_config(texts=sys.argv[1:]))
-"""
 OPTIONS: dict[str, Any] = dict(steps=5, checkpoint_every=2, eval_every=3, updates_per_rollout=2, epochs=2)
 OPTIONS |= dict(schedule="cosine", warmup_updates=3, weight_decay=0.1, seeds=(0, 1), save=True)
 OPTIONS |= dict(advantages=[{"normalize_rewards": {"by": "running"}}])  # so that the moments change the numbers
+OPTIONS |= dict(precision="bf16", kl_coef=0.1, initial_new_tokens=3, length_steps=4)
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -74,33 +64,6 @@ def head_of(folder: Path, seed: int) -> torch.Tensor:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     return train(small(folder, **OPTIONS)).folder
-
-
-@pytest.mark.slow
-def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) -> None:
-    options = {name: x for name, x in small(tmp_path, **OPTIONS).to_dict().items() if x is not None}
-    texts = [f"{name}={x if isinstance(x, str) else json.dumps(x)}" for name, x in options.items()]
-    process = subprocess.Popen([sys.executable, "-c", TRAIN, *texts], stdout=subprocess.DEVNULL)
-    folder = tmp_path / "demo"
-    generator = random.Random()
-    lines = generator.randint(1, 10)  # of 12, in either seed, before or after the first checkpoint
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").is_file() or len((folder / "metrics.jsonl").read_text().splitlines()) < lines:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    time.sleep(generator.uniform(0, 0.1))
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
-    if (folder / "checkpoint.pt").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) == 1:
-        report = train(read_config(resume=folder))
-    else:
-        with pytest.raises(InputError, match="got none, but steps in metrics"):
-            train(read_config(resume=folder))
-        report = train(small(tmp_path, **OPTIONS))  # the demo's name: overwrite
-    assert numbers(folder) == numbers(uninterrupted), f"killed after {lines} lines"
-    assert [result.seed for result in report.results] == [0, 1]
-    for seed in (0, 1):
-        assert torch.equal(head_of(folder, seed), head_of(uninterrupted, seed))
 
 
 def interrupt(
@@ -123,29 +86,21 @@ def interrupt(
 # The function in which the signal arrives, its call, and the number of steps that are done when the run stops.
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "before the first step": (loop.Training, "train_step", 1, 0),
-    "before a step": (loop.Training, "train_step", 5, 4),
     "sampling": (loop.Training, "collect", 4, 2),  # the first call evaluates
-    "rewards": (Rewards, "__call__", 5, 2),  # an evaluation has one more call, without answers
     "old log-probs": (loop, "with_log_probs", 4, 3),
     "advantages": (loop, "advantages_of", 4, 4),
     "first update": (loop, "update", 5, 2),
-    "last update": (loop, "update", 8, 2),
     "evaluation after a step": (loop.Training, "evaluate", 2, 3),
-    "metrics before the first step": (loop.RunFolder, "write", 1, 0),
     "metrics": (loop.RunFolder, "write", 4, 3),
     "samples": (loop.RunFolder, "write_samples", 1, 3),
     "checkpoint": (loop.RunFolder, "save_checkpoint", 2, 4),
-    "curves": (loop.RunFolder, "plot", 1, 3),
     "evaluation before the second seed": (loop.Training, "evaluate", 4, 5),
     "first step of the second seed": (loop.Training, "train_step", 6, 6),
 }
+FAST = ("sampling", "first update", "checkpoint")
 
 
-# The moments that `make test` covers.
-FEW = ("sampling", "first update", "checkpoint")
-
-
-@pytest.mark.parametrize("moment", [x if x in FEW else slow(x) for x in MOMENTS])
+@pytest.mark.parametrize("moment", [x if x in FAST else slow(x) for x in MOMENTS])
 def test_an_interrupted_run_continues_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, moment: str
 ) -> None:
@@ -159,6 +114,27 @@ def test_an_interrupted_run_continues_to_the_bit(
     assert len(rows_of(folder)) == done + 1
     train(read_config(resume=folder))
     assert numbers(folder) == numbers(uninterrupted)
+
+
+def train_until_killed(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, loop.RunFolder, "write", 9, signal.SIGKILL)
+        train(small(folder, **OPTIONS))
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) -> None:
+    """The process dies before the line of step 2 of the second seed; the checkpoint is that of the first seed's end."""
+    process = multiprocessing.get_context("spawn").Process(target=train_until_killed, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    folder = tmp_path / "demo"
+    assert process.exitcode == -signal.SIGKILL and len(rows_of(folder)) == 8
+    report = train(read_config(resume=folder))
+    assert numbers(folder) == numbers(uninterrupted)
+    assert [result.seed for result in report.results] == [0, 1]
+    for seed in (0, 1):
+        assert torch.equal(head_of(folder, seed), head_of(uninterrupted, seed))
 
 
 @pytest.mark.parametrize("owner", ["first", "later"])
@@ -230,35 +206,11 @@ def test_a_stopped_run_can_end_where_it_stopped(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
-    options = dict(OPTIONS, seeds=(0,), steps=4, schedule="constant", eval_every=2)
-    long = train(small(tmp_path / "long", **{**options, "steps": 6})).folder
+    options = dict(OPTIONS, seeds=(0,), steps=2, schedule="constant", eval_every=2, lora_rank=4, lora_head=True)
+    long = train(small(tmp_path / "long", **{**options, "steps": 3})).folder
     short = train(small(tmp_path / "short", **options)).folder
-    train(read_config(texts=["steps=6"], resume=short))
+    train(read_config(texts=["steps=3"], resume=short))
     assert numbers(short) == numbers(long)
-
-
-def test_a_kill_while_a_checkpoint_is_written_keeps_the_earlier_one(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.pt"
-    moments = dict.fromkeys(("count", "mean", "variance"))
-    sizes = {"metrics.jsonl": 0, "samples.jsonl": 0}
-    state = {"seed": 0, "step": 1, "optimizer": {"updates": 0, "weights": {}}, "running": moments, "sizes": sizes}
-    torch.serialization.set_crc32_options(False)  # a checkpoint has checksums all the same
-    try:
-        write_checkpoint(path, state)
-        assert not torch.serialization.get_crc32_options()
-    finally:
-        torch.serialization.set_crc32_options(True)
-
-    class Killed(dict):  # type: ignore[type-arg]
-        def __reduce__(self) -> Any:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_checkpoint(path, {"step": 2, "optimizer": Killed()})
-    assert read_checkpoint(path) == state and [x.name for x in tmp_path.iterdir()] == ["checkpoint.pt"]
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(InputError, match=r"resume: .*checkpoint.pt cannot be read"):
-        read_checkpoint(path)
 
 
 # Arguments from Python
@@ -284,9 +236,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int = 2, **argu
     return tmp_path / "mine"
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"reward": length}, {"task": own_task()}, {"task": own_task(), "reward": length}]
-)
+@pytest.mark.parametrize("arguments", [{"reward": length}, {"task": own_task(), "reward": length}])
 def test_a_run_with_arguments_from_python_continues_with_them_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any]
 ) -> None:
@@ -294,39 +244,24 @@ def test_a_run_with_arguments_from_python_continues_with_them_only(
     folder = stopped(tmp_path, monkeypatch, **arguments)
     call = f'train(read_config(resume="{folder}"){"".join(f", {name}=..." for name in arguments)})'
     assert capsys.readouterr().out.splitlines()[-1] == f"continue: {call}"
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    names = " and ".join(f"{name}=" for name in arguments)
-    message = (
-        f"resume: {folder} was started with {names} from Python, but resumed with no task= or reward= from Python. "
-    )
-    message += f"Continue it with {call}"
+    before = contents(folder)
     for mode in ([], ["--dry-run"]):
         result = CliRunner().invoke(app, ["train", "--resume", str(folder), *mode])
-        assert (result.exit_code, result.output) == (1, f"error: {message}\n")
-    with pytest.raises(InputError, match=re.escape(message)):
-        train(read_config(resume=folder))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    eval(call.replace("task=...", "task=task").replace("reward=...", "reward=reward"), {**globals(), **arguments})
+        assert result.exit_code == 1 and f"was started with {' and '.join(f'{x}=' for x in arguments)}" in result.output
+        assert result.output.endswith(f"Continue it with {call}\n") and result.output.count("\n") == 1
+    assert contents(folder) == before
+    train(read_config(resume=folder), **arguments)
     assert numbers(folder) == numbers(whole)
 
 
-def test_a_run_without_a_record_of_its_arguments_continues_with_any(tmp_path: Path) -> None:
-    folder = train(small(tmp_path, checkpoint_every=1), reward=lambda text, _: float(len(text))).folder
-    options = json.loads((folder / "config.json").read_text())
-    del options["started_with"]
-    (folder / "config.json").write_text(json.dumps(options))
-    train(read_config(texts=["steps=4"], resume=folder), reward=lambda text, _: float(len(text)))
-    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3, 4]
-
-
-def test_a_run_with_options_alone_takes_no_arguments_from_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_without_a_record_is_continued_with_any_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = stopped(tmp_path, monkeypatch)
-    message = f"{folder} was started with no task= or reward= from Python, but resumed with reward= from Python. "
-    message += f"Continue it with gspo train --resume {folder}"
-    with pytest.raises(InputError, match=re.escape(message)):
-        train(read_config(resume=folder), reward=length)
+    """As a copy of its options, or an earlier version, may have written it."""
+    folder = stopped(tmp_path, monkeypatch, reward=length)
+    (folder / "config.json").write_text(json.dumps(small(tmp_path, name="mine").to_dict()))
+    train(read_config(resume=folder), reward=length)
+    assert f"resume: {folder}/config.json does not record prompts and rewards" in capsys.readouterr().out
 
 
 def test_the_options_of_a_run_with_arguments_from_python_are_no_other_runs(
@@ -353,9 +288,7 @@ def test_changed_options_are_said_and_taken(
         "resume: clip_high: 0.0004 -> 0.0005, taken from here on",
     ]
     result = CliRunner().invoke(app, ["train", "--resume", str(folder), "--dry-run", *changes])
-    assert result.exit_code == 0 and [line for line in result.output.splitlines() if "taken" in line] == [
-        f"# {note}" for note in notes
-    ]
+    assert result.exit_code == 0 and all(f"# {note}\n" in result.output for note in notes)
     capsys.readouterr()
     train(read_config(texts=changes, resume=folder))
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume")] == notes
@@ -413,31 +346,13 @@ def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = stopped(tmp_path, monkeypatch, options=options)
     if changed == "answer":
         lines[5]["answer"] = "z"
-    lines = lines[::-1] if changed == "order" else lines
-    moved = write_jsonl(tmp_path / "moved.jsonl", *lines)
+    moved = write_jsonl(tmp_path / "moved.jsonl", *(lines[::-1] if changed == "order" else lines))
     config = read_config(texts=[f"data={moved}"], resume=folder)
     if changed == "nothing":
         train(config)
         return
-    message = (
-        rf"^data: expected the prompts and answers of {folder} in their order, with the digest \w+, got the digest \w+"
-    )
-    with pytest.raises(InputError, match=message + f'; data: "{data}" -> "{moved}"$'):
+    with pytest.raises(InputError, match=rf"^data: expected the prompts and answers of {folder} in their order, with"):
         train(config)
-    write_jsonl(data, *lines)
-    with pytest.raises(InputError, match=message + "$"):
-        train(read_config(resume=folder))
-
-
-def test_a_run_without_a_record_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As a copy of its options, or an earlier version, may have written it."""
-    folder = stopped(tmp_path, monkeypatch)
-    (folder / "config.json").write_text(json.dumps(small(tmp_path, name="mine").to_dict()))
-    train(read_config(resume=folder))
-    said = f"resume: {folder}/config.json does not record prompts and rewards, so they are not compared"
-    assert said in capsys.readouterr().out.splitlines()
 
 
 def test_other_weights_of_rewards_are_said(
@@ -539,13 +454,6 @@ def test_where_files_cannot_be_locked_runs_are_not_refused(tmp_path: Path, monke
     monkeypatch.setattr(report.fcntl, "flock", flock)
     with RunFolder(small(tmp_path)) as folder, pytest.warns(UserWarning, match="cannot be locked .*No locks available"):
         folder.write(0, {"step": 0})
-    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
-    spec: Any = importlib.util.spec_from_file_location(f"{report.__package__}.without_locks", report.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    with module.RunFolder(small(tmp_path)) as folder:
-        folder.write(0, {"step": 0})
     assert rows_of(tmp_path / "demo") == [{"seed": 0, "step": 0}]
 
 
@@ -558,7 +466,6 @@ REFUSED = {
     "samples.jsonl": ("write_samples", 1, 20),
     "checkpoint.pt": ("save_checkpoint", 2, 100_000),
     "model-seed0": ("save_model", 1, 100_000),
-    "curves.png": ("plot", 1, 100),
 }
 
 
@@ -578,33 +485,20 @@ def test_a_file_that_the_system_refuses_is_named_and_nothing_is_left(
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
         return original(*arguments, **options)
 
-    monkeypatch.setattr(RunFolder, method, limited)
-    config = small(tmp_path, save=True, checkpoint_every=1)
     try:
-        if name == "curves.png":
-            monkeypatch.setattr(loop, "REDRAW", 0.0)
-            with monkeypatch.context() as patch:
-                patch.setattr(RunFolder, "save_checkpoint", lambda *_: None)
-                patch.setattr(RunFolder, "save_model", lambda *_: None)
-                patch.setattr(RunFolder, "_append", lambda *_: None)
-                message = train(config).note
-        else:
-            with pytest.raises(TrainingError) as caught:
-                train(config)
-            message = str(caught.value)
-            has_checkpoint = (folder / "checkpoint.pt").exists()
-            assert (f"continue: gspo train --resume {folder}" in capsys.readouterr().out) == has_checkpoint
+        with monkeypatch.context() as patch, pytest.raises(TrainingError) as caught:
+            patch.setattr(RunFolder, method, limited)
+            train(small(tmp_path, save=True, checkpoint_every=1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        monkeypatch.undo()
-    assert re.fullmatch(f"{folder / name} cannot be written: .*File too large.*", message)  # "." is no line break
-    assert {path.name for path in folder.iterdir()} <= {path.name for path in finished.iterdir()} - {name} | {
-        x for x in (name,) if name.endswith(".jsonl") or name == "checkpoint.pt"
-    }
-    if name != "curves.png":
-        rows_of(folder)  # no half of a line
-        train(read_config(resume=folder))
-        assert numbers(folder) == numbers(finished)
+    assert re.fullmatch(f"{folder / name} cannot be written: .*File too large.*", str(caught.value))  # one line
+    has_checkpoint = (folder / "checkpoint.pt").exists()
+    assert (f"continue: gspo train --resume {folder}" in capsys.readouterr().out) == has_checkpoint
+    left = {path.name for path in folder.iterdir()}
+    assert left <= {path.name for path in finished.iterdir()} and "model-seed0" not in left
+    rows_of(folder)  # no half of a line
+    train(read_config(resume=folder))
+    assert numbers(folder) == numbers(finished)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()], ids=repr)
@@ -674,14 +568,8 @@ HEAD = "lm_head.weight"
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (text("config.json", "[]"), r"config.json: expected its content to be keys with values, got \[\]"),
     (text("config.json", "{}"), r"config.json: expected its content to have the key 'seeds', got \[\]"),
-    (of_config(seeds=3), "config.json: expected seeds to be a list, got 3"),
-    (of_config(steps="x"), "config.json: expected steps to be a whole number >= 0, got 'x'"),
-    (of_config(started_with=[1]), r"config.json: expected started_with to be keys with values, got \[1\]"),
     (of_config(started_with={"from_python": 3}), "config.json: expected from_python to be a list, got 3"),
     (text("checkpoint.pt", ""), "checkpoint.pt cannot be read, .* File is not a zip file"),
-    (of_checkpoint(lambda state: [state]), "checkpoint.pt: expected its content to be keys with values, got"),
-    (of_checkpoint(lambda state: {}), r"checkpoint.pt: expected its content to have the key 'seed', got \[\]"),
-    (of_checkpoint(lambda state: {**state, "step": "x"}), "expected step to be a whole number >= 0, got 'x'"),
     (of_checkpoint(lambda state: {**state, "step": -1}), "expected step to be a whole number >= 0, got -1"),
     (of_checkpoint(lambda state: {**state, "running": {"count": 1}}), "expected count to be a tensor, got 1"),
     (of_checkpoint(lambda state: {**state, "sizes": {}}), "expected sizes to have the key 'metrics.jsonl', got"),
@@ -693,9 +581,10 @@ DAMAGED: list[tuple[Callable[[Path], object], str]] = [
         of_checkpoint(lambda state: state["optimizer"]["weights"][HEAD].pop("exp_avg") is None or state),
         rf"expected a checkpoint with {HEAD} of the shapes \{{'weight': .*, got \{{'weight': ",
     ),
-    (text("metrics.jsonl", "[]\n" * 9999), r"metrics.jsonl, line 1: expected its content to be keys with values, got"),
     (with_a_step_twice, r"expected seed 0 to have a line for each step from 0, got \[0, 1, 1, 2, 3\]"),
     (text("metrics.jsonl", "{\n" * 9999), r"metrics.jsonl, line 1: expected a JSON object, got b'\{'"),
+    (text("metrics.jsonl", ""), "metrics.jsonl is shorter than when the checkpoint was written"),
+    (text("samples.jsonl", ""), "samples.jsonl is shorter than when the checkpoint was written"),
 ]
 
 
@@ -720,11 +609,3 @@ def test_a_dry_run_says_whose_code_it_runs(finished: Path, tmp_path: Path) -> No
     result = CliRunner().invoke(app, ["train", "--resume", str(folder), "--dry-run"])
     said = f"# importing the reward {spec}, named by config.json of {folder}: this runs its Python code"
     assert result.output.splitlines()[:2] == [said, "imported"]
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_file_that_lost_its_end_is_named(tmp_path: Path, name: str) -> None:
-    folder = train(small(tmp_path)).folder
-    (folder / name).write_text("")
-    with pytest.raises(InputError, match=f"{folder / name} is shorter than when the checkpoint was written"):
-        train(read_config(resume=folder))

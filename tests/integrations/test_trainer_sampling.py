@@ -121,16 +121,6 @@ def test_an_answer_does_not_depend_on_the_others_of_its_batch(demo: policy.Polic
     assert len(set(map(tuple, whole))) > 15  # of 18, although two prompts are the same
 
 
-def test_a_dialogue_does_not_depend_on_the_others(demo: policy.Policy) -> None:
-    task = Task("guess", SIX, [Example("sort d:", "")], Rewards(()), reply=lambda turn, example: " : ", max_turns=3)
-    options: dict[str, Any] = dict(group_size=4, max_new_tokens=40, temperature=3.0, task=task)
-    whole = converse(demo, SIX, seeds=SEEDS, **options)
-    assert {len(answer.turns) for answer in whole} == {1, 2, 3}
-    halves = [slice(0, 3), slice(3, 6)]
-    apart = [x for half in halves for x in converse(demo, SIX[half], seeds=SEEDS[half], **options)]
-    assert [answer.ids for answer in apart] == [answer.ids for answer in whole]
-
-
 def test_each_position_of_an_answer_has_a_random_number_of_its_own(demo: policy.Policy) -> None:
     """If all tokens are equally likely, the numbers can be read from the tokens, after a reply too."""
     with torch.no_grad():
@@ -143,26 +133,6 @@ def test_each_position_of_an_answer_has_a_random_number_of_its_own(demo: policy.
         sampled = np.array(answer.sampled)
         expected = (row * demo.model.config.vocab_size).astype(int)[: len(sampled)]
         assert (np.array(answer.ids)[sampled] == expected[sampled]).all()
-
-
-def test_every_answer_and_step_has_random_numbers_of_its_own(demo: policy.Policy) -> None:
-    def answers(*seeds: tuple[int, ...]) -> list[tuple[int, ...]]:
-        options: dict[str, Any] = dict(group_size=4, max_new_tokens=7, temperature=1.0)
-        sampled = converse(demo, [Example("sort ba:", "")] * len(seeds), seeds=seeds, **options)
-        return [tuple(answer.ids) for answer in sampled]
-
-    first = answers((0, 1, 0), (0, 1, 1))
-    assert answers((0, 1, 0), (0, 1, 1)) == first
-    everything = [first, answers((0, 2, 0), (0, 2, 1)), answers((1, 1, 0), (1, 1, 1))]
-    assert len({answer for group in everything for answer in group}) >= 22  # of 24
-    # Without seeds, torch's generator decides; greedy decoding takes no random numbers from it.
-    options: dict[str, Any] = dict(group_size=4, max_new_tokens=7)
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        converse(demo, SIX, temperature=None, **options)
-        drawn.append([answer.ids for answer in converse(demo, SIX, temperature=1.0, **options)])
-    assert drawn[0] == drawn[1] != [answer.ids for answer in converse(demo, SIX, temperature=1.0, **options)]
 
 
 def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

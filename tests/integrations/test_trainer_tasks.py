@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reference_runs import hidden_states, write_jsonl
+from helpers.reference_runs import write_jsonl
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gspo_kernels import Objective, gspo_fused_loss
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task, load_reward
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, encode, fitting, sample
@@ -60,13 +59,6 @@ def speak(speaker: policy.Policy, monkeypatch: pytest.MonkeyPatch, answers: Call
 # Rewards
 
 
-def test_components_are_weighted_and_listed_one_by_one() -> None:
-    length = RewardComponent("length", 0.5, lambda completion, _: len(completion))
-    equal = RewardComponent("equal", 2.0, lambda completion, answer: completion == answer)
-    batch = Rewards((length, equal))(["ab", "abc"], [Example("", "ab"), Example("", "x")])
-    assert batch == ([3.0, 1.5], {"length": [2.0, 3.0], "equal": [1.0, 0.0]}, [], None)
-
-
 def endless(*_: str) -> float:
     while True:
         try:
@@ -79,14 +71,6 @@ def backtracking(*_: str) -> float:
     return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
 
 
-def no_number(*_: str) -> Any:
-    return "good"
-
-
-def infinite(*_: str) -> float:
-    return float("inf")
-
-
 def broken(completion: str, _: str) -> float:
     return 1 / (len(completion) - 2)
 
@@ -97,8 +81,9 @@ def broken(completion: str, _: str) -> float:
         (endless, "no result after 0.05 s"),
         (backtracking, "no result after 0.05 s"),
         (broken, "ZeroDivisionError: division by zero"),
-        (no_number, "ValueError: could not convert string to float: 'good'"),
-        (infinite, "expected 1 finite float32 number, got inf"),
+        (lambda *_: "good", "ValueError: could not convert string to float: 'good'"),
+        (lambda *_: float("inf"), "expected 1 finite float32 number, got inf"),
+        (lambda *_: 1e39, "expected 1 finite float32 number, got 1e+39"),
     ],
 )
 def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., float], reason: str) -> None:
@@ -125,24 +110,9 @@ def test_a_component_that_returns_none_does_not_apply() -> None:
     assert metrics["reward"] == pytest.approx(5 / 3) and metrics["unscored"] == 0.25
     assert metrics["reward/short"] == metrics["reward/equal"] == 1.0
     assert metrics["groups_without_signal"] == 0.5  # of the second group, only one answer has a reward
-
-
-def test_components_that_apply_to_no_completion_have_no_mean() -> None:
-    never = [RewardComponent(name, 1.0, lambda *_: None) for name in ("one", "two")]
-    batch = Rewards(tuple(never))(["a", "b"], [EXAMPLE] * 2)
-    assert batch.metrics(2) == {"reward": 0.0, "groups_without_signal": 1.0, "unscored": 1.0}
-
-
-def test_the_components_whose_every_call_failed_are_known() -> None:
-    def sometimes(text: str, _: str) -> float | None:
-        return 1 / len(text) if text != "none" else None
-
-    rewards = Rewards((RewardComponent("sometimes", 1.0, sometimes), RewardComponent("never", 1.0, broken)))
-    for texts, names in [(["ab", "ab"], ["never"]), (["ab", "abc"], []), (["", ""], ["sometimes"]), ([], [])]:
-        assert [failure.component for failure in rewards(texts, [EXAMPLE] * len(texts)).all_failed] == names, texts
-    assert rewards(["", "none"], [EXAMPLE] * 2).all_failed == []  # a call that returns None has not failed
-    first = rewards(["ab", "ab"], [EXAMPLE] * 2).all_failed[0]
-    assert first == ("never", "ZeroDivisionError: division by zero", "ab")
+    never = Rewards((RewardComponent("never", 1.0, lambda *_: None),))(["a", "b"], [EXAMPLE] * 2)
+    assert never.metrics(2) == {"reward": 0.0, "groups_without_signal": 1.0, "unscored": 1.0}
+    assert never.all_failed == []  # a call that returns None has not failed
 
 
 def test_the_reason_of_a_failure_is_one_line() -> None:
@@ -218,22 +188,6 @@ def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch:
         component = load_reward(spec)
         assert component[:2] == ("long", weight) and component.function("ab", "") == 6
     assert sys.path == path
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("long", 'expected "module:function" or "file.py:function"'),
-        ("much*json:loads", "got 'much*json:loads'"),
-        ("json:", "got 'json:'"),
-        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
-        ("/no/such/file.py:f", "/no/such/file.py cannot be imported: FileNotFoundError"),
-        ("json:lods", "expected a function lods in json, got None"),
-    ],
-)
-def test_a_reward_that_cannot_be_loaded_is_named(spec: str, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        load_reward(spec)
 
 
 def test_bad_rewards_are_refused() -> None:
@@ -392,28 +346,6 @@ def test_replies_use_the_chat_template(character_policy: policy.Policy, monkeypa
     whole = character_policy.tokenizer.apply_chat_template(conversation, tokenize=False)
     assert character_policy.tokenizer.decode(ids) + "\n" == whole
     assert encode(character_policy, ["x"]) == encode(character_policy, [[{"role": "user", "content": "x"}]])
-
-
-def test_replies_get_no_gradient_and_turns_their_own_advantages(
-    character_policy: policy.Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speak(character_policy, monkeypatch, solve)
-    rollout = dialogue(character_policy)
-    hidden = hidden_states(character_policy, rollout)
-    hidden = hidden.detach().requires_grad_()
-    per_turn = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, 0.0]])
-    loss = gspo_fused_loss(
-        hidden,
-        character_policy.head,
-        rollout.answer_ids,
-        per_turn.gather(1, rollout.turn_of_token),
-        mask=rollout.answer_mask,
-        objective=Objective(ratio="sequence-token"),
-    ).loss
-    loss.backward()
-    has_gradient = hidden.grad.abs().sum(-1) > 0  # type: ignore[union-attr]
-    trained = rollout.answer_mask & (per_turn.gather(1, rollout.turn_of_token) != 0)
-    assert torch.equal(has_gradient, trained)
 
 
 def test_the_users_rewards_replace_those_of_turns_and_get_the_whole_dialogue() -> None:

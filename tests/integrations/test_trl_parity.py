@@ -12,7 +12,6 @@ from helpers import trl_trainer
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, ours, rollout
 from helpers.trl_losses import GRADIENT_STEPS, LONGEST, SEQUENCE, trl_loss
-from torch import Tensor
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import gdpo_advantages, group_advantages
@@ -60,29 +59,30 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "weights"), [(name, x) for name in CASES for x in (False, True) if not (x and name.startswith("gmpo"))]
+)
 @triton_is_slow
-def test_loss_gradient_and_clip_fractions_equal_trls(name: str, backend: str) -> None:
+def test_loss_gradient_and_clip_fractions_equal_trls(name: str, weights: bool, backend: str) -> None:
+    """With `weights`, TRL's importance_sampling_ratio is our token_weights.
+
+    TRL divides by tokens or rows of all micro-batches of an optimizer step, per process. With this number as
+    `normalizer`, the gradients of our micro-batches add up to TRL's.
+    """
     objective, config = CASES[name]
-    batch = rollout(objective)
+    batch = rollout(objective, weights=weights)
     loss, gradient, metrics = trl_loss(batch, objective, config)
     computed = ours(batch, objective, backend)
     assert_agree(batch, computed, loss, gradient)
+    count = batch.mask.sum() if objective.aggregation == "token-mean" else len(batch.mask)
+    of_micro_batch = ours(batch, objective, backend, normalizer=count * GRADIENT_STEPS)
+    assert_agree(batch, of_micro_batch, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
     if config["loss_type"] not in ("gmpo", "cispo", "sapo") and "delta" not in config:
         # TRL counts sequences at sequence level, tokens otherwise.
         share = "clip_fraction" if config.get("level") == SEQUENCE else "token_clip_fraction"
         for trl_name, suffix in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
             expected = metrics[f"clip_ratio/{trl_name}"][0]
             assert expected == pytest.approx(computed[0].metrics[share + suffix].item(), abs=1e-6)
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("gmpo")])
-@triton_is_slow
-def test_trls_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
-    objective, config = CASES[name]
-    batch = rollout(objective, seed=3, weights=True)
-    loss, gradient, _ = trl_loss(batch, objective, config)
-    assert_agree(batch, ours(batch, objective, backend), loss, gradient)
 
 
 def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
@@ -95,27 +95,12 @@ def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
 
 
-@pytest.mark.parametrize("name", CASES)
-@triton_is_slow
-def test_the_documented_normalizers_give_the_gradients_of_trls_micro_batches(name: str, backend: str) -> None:
-    """TRL divides by tokens or rows of all micro-batches of an optimizer step, per process.
-
-    With this number as `normalizer`, the gradients of our micro-batches add up to TRL's.
-    """
-    objective, config = CASES[name]
-    batch = rollout(objective)
-    loss, gradient, _ = trl_loss(batch, objective, config)
-    count = batch.mask.sum() if objective.aggregation == "token-mean" else len(batch.mask)
-    computed = ours(batch, objective, backend, normalizer=count * GRADIENT_STEPS)
-    assert_agree(batch, computed, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
-
-
 def test_sequence_ratios_with_trls_loss_type_dapo_are_luspo() -> None:
     """TRL's issue 3823: sequence ratios with loss_type dapo give LUSPO, up to a constant factor."""
     objective, config = CASES["gspo with loss_type dapo"]
     batch = rollout(objective)
     _, gradient, _ = trl_loss(batch, objective, config)
-    lengths: Tensor = batch.mask.sum(1)
+    lengths = batch.mask.sum(1)
     _, by_length = ours(batch, replace(objective, aggregation="seq-mean-token-sum"), "torch")
     torch.testing.assert_close(gradient * lengths.sum() / len(lengths), by_length)
 
@@ -126,25 +111,13 @@ def test_advantages_of_two_rewards_equal_trls(aggregation: str, tmp_path: Path) 
     rewards[:, 1] *= 30
     rewards[:4, 0] = 0.1  # a group without variation
     weights = [1.0, 0.5]
-    captured: list[Tensor] = []
-
-    class Trainer(trl_trainer.GRPOTrainer):
-        def _calculate_rewards(self, *arguments: Any) -> Tensor:
-            return rewards
-
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            outputs = super()._generate_and_score_completions(inputs)
-            captured.append(outputs["advantages"])
-            return outputs
-
-    trainer = trl_trainer.make_trainer(
-        Trainer,
-        trl_trainer.checkpoint(tmp_path / "model"),
-        tmp_path,
-        multi_objective_aggregation=aggregation,
-        max_steps=1,
-        steps_per_generation=2,
-    )
+    captured: list[Any] = []
+    options = {"multi_objective_aggregation": aggregation, "max_steps": 1, "steps_per_generation": 2}
+    model = trl_trainer.checkpoint(tmp_path / "model")
+    trainer = trl_trainer.make_trainer(trl_trainer.GRPOTrainer, model, tmp_path, **options)
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: (captured.append(generate(inputs)), captured[-1])[1]
+    trainer._calculate_rewards = lambda *_: rewards
     trainer.reward_funcs = trainer.reward_funcs * 2
     trainer.reward_func_names = ["one", "two"]
     trainer.reward_weights = torch.tensor(weights, dtype=torch.float64)
@@ -153,4 +126,4 @@ def test_advantages_of_two_rewards_equal_trls(aggregation: str, tmp_path: Path) 
         ours = gdpo_advantages(rewards, 4, weights=weights, eps=1e-4)
     else:
         ours = group_advantages(rewards @ torch.tensor(weights, dtype=torch.float64), 4, eps=1e-4)
-    torch.testing.assert_close(ours, captured[0])
+    torch.testing.assert_close(ours, captured[0]["advantages"])

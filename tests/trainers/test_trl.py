@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer, replace_log_probs
+from helpers.trl_trainer import SEQUENCE, SHAPE, checkpoint, make_trainer
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
@@ -26,7 +26,6 @@ from tolerance import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from gspo_kernels import linear_log_probs
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations.backwards import METRICS
 from gspo_kernels.integrations.huggingface import base_model, fuse_head
@@ -41,8 +40,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gspo, delta, kl": {**SEQUENCE, "delta": 1.0006, "beta": 0.1, "use_bias_correction_kl": True},
     "gspo, plain kl, LoRA": {**SEQUENCE, "beta": 0.1, "use_bias_correction_kl": False, "lora": ["q_proj"]},
     "LoRA on the head": {**SEQUENCE, "lora": ["q_proj", "lm_head"]},
-    "grpo": {"loss_type": "grpo"},
-    "bnpo": {"loss_type": "bnpo"},
     "dapo": {"loss_type": "dapo"},
     "dr_grpo, entropy bonus": {"loss_type": "dr_grpo", "entropy_coef": 0.02},
     "luspo": {**SEQUENCE, "loss_type": "luspo"},
@@ -51,20 +48,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vespo": {"loss_type": "vespo"},
     "temperature, off-policy mask": {**SEQUENCE, "temperature": 0.7, "off_policy_mask_threshold": 1e-4},
     "truncated answers masked": {**SEQUENCE, "mask_truncated_completions": True},
-    "tool mask, advantages per token": {**SEQUENCE, "mixin": "Tools"},
-    **{
-        f"vLLM weights, {mode}": {**SEQUENCE, "vllm_importance_sampling_mode": mode, "mixin": "Vllm"}
-        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-    },
+    "tool mask, advantages per token": {**SEQUENCE, "tools": True},
 }
-KNOWN = {f.name for f in dataclasses.fields(GRPOConfig)} | {"lora", "mixin"}
+KNOWN = {f.name for f in dataclasses.fields(GRPOConfig)} | {"lora", "tools"}
 
 
 class OverridesLogProbs(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class Tools:
+class WithTools:
     """Makes every third token a tool's, and gives every token another advantage."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -72,29 +65,6 @@ class Tools:
         advantages = inputs["advantages"][:, None] * (1 + 0.1 * width)
         tools = (width % 3 != 2).long().expand_as(inputs["completion_ids"])
         return super()._compute_loss(model, {**inputs, "tool_mask": tools, "advantages": advantages})  # type: ignore
-
-
-class Vllm:
-    """Adds TRL's importance weights for a sampler whose log-probs differ from the policy's by up to 0.5."""
-
-    def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
-        old = inputs["old_per_token_logps"]
-        sampled = old + (inputs["completion_ids"] % 3 - 1) * 0.5
-        # These are the formulas of TRL's `_generate_and_score_completions`, which computes weights only for vLLM.
-        difference = (old - sampled) * inputs["completion_mask"]
-        sequence = self.vllm_importance_sampling_mode.startswith("sequence")
-        weights = (difference.sum(-1, keepdim=True) if sequence else difference).exp()
-        cap = 1.5
-        if self.vllm_importance_sampling_mode.endswith("truncate"):
-            weights = weights.clamp(max=cap)
-        else:
-            weights = weights.masked_fill(weights > cap, 0.0)
-        with_weights = {**inputs, "importance_sampling_ratio": weights, "sampling_per_token_logps": sampled}
-        self.use_vllm = True
-        try:
-            return super()._compute_loss(model, with_weights)  # type: ignore[misc]
-        finally:
-            self.use_vllm = False
 
 
 def configuration(name: str) -> dict[str, Any]:
@@ -107,13 +77,16 @@ def configuration(name: str) -> dict[str, Any]:
     return options
 
 
-def train(name: str, ours: bool, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # log history and parameters
+
+
+def train(name: str, ours: bool, folder: Path) -> Trained:
     """Return the log history and the trained parameters after a few steps of plain SGD."""
     options = configuration(name)
-    lora, mixin = options.pop("lora", None), options.pop("mixin", None)
-    trainer_class = GSPOTrainer if ours else GRPOTrainer
-    if mixin:
-        trainer_class = type(mixin, (globals()[mixin], trainer_class), {})
+    lora, tools = options.pop("lora", None), options.pop("tools", False)
+    trainer_class: Any = GSPOTrainer if ours else GRPOTrainer
+    if tools:
+        trainer_class = type("TrainerWithTools", (WithTools, trainer_class), {})
     peft_config = None
     if lora:
         peft_config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=lora, init_lora_weights=False)
@@ -123,7 +96,8 @@ def train(name: str, ours: bool, folder: Path) -> tuple[list[dict[str, float]], 
     return trainer.state.log_history, parameters
 
 
-def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
+def compare(stock: Trained, with_ours: Trained) -> None:
+    (logs, parameters), (ours, our_parameters) = stock, with_ours
     assert len(ours) == len(logs) > 4
     for a, b in zip(ours, logs, strict=True):
         added = {f"gspo/{name}" for name in METRICS} if "loss" in a else set()
@@ -138,15 +112,13 @@ def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
             if "time" not in key and "per_second" not in key and "runtime" not in key:
                 assert a[key] == pytest.approx(b[key], rel=relative, abs=absolute, nan_ok=True), key
     assert max(log.get("grad_norm", 0.0) for log in logs) > 1e-3
+    for key, p in parameters.items():
+        torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path) -> None:
-    logs, parameters = train(name, False, tmp_path / "stock")
-    ours, our_parameters = train(name, True, tmp_path / "ours")
-    compare(logs, ours)
-    for key, p in parameters.items():
-        torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    compare(train(name, False, tmp_path / "stock"), train(name, True, tmp_path / "ours"))
 
 
 def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
@@ -165,9 +137,9 @@ def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
 
 
 def rank_main(rank: int, folder: Path, ours: bool) -> None:
-    logs, parameters = train("gspo", ours, folder / str(rank))
+    trained = train("gspo", ours, folder / str(rank))
     if rank == 0:
-        torch.save((logs, parameters), folder / "trained.pt")
+        torch.save(trained, folder / "trained.pt")
 
 
 @pytest.mark.slow
@@ -175,51 +147,15 @@ def test_training_on_two_ranks_equals_training_with_trls_log_probs(tmp_path: Pat
     for name in ("stock", "ours"):
         (tmp_path / name).mkdir()
         run_ranks(rank_main, 2, tmp_path / name, name == "ours")
-    (logs, parameters), (ours, our_parameters) = (
-        torch.load(tmp_path / name / "trained.pt") for name in ("stock", "ours")
-    )
-    compare(logs, ours)
-    for key, p in parameters.items():
-        torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-
-
-def test_gspo_config_has_the_papers_settings() -> None:
-    config = GSPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[])
-    assert (config.importance_sampling_level, config.loss_type) == ("sequence", "grpo")
-    assert (config.epsilon, config.epsilon_high, config.beta) == (3e-4, 4e-4, 0.0)
-
-
-def test_accelerate_trainer_changes_a_trainer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    replace_log_probs(monkeypatch, lambda *args, **kwargs: (calls.append(1), linear_log_probs(*args, **kwargs))[1])
-    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **SEQUENCE, max_steps=1, beta=0.1)
-    accelerate_trainer(trainer)
-    forwards = trainer.model.forward, trainer.ref_model.forward
-    accelerate_trainer(trainer)
-    assert (trainer.model.forward, trainer.ref_model.forward) == forwards
-    trainer.train()
-    # One step computes log-probs four times: old and reference log-probs of the rollout, and two micro-batches.
-    assert len(calls) >= 4
+    compare(*(torch.load(tmp_path / name / "trained.pt") for name in ("stock", "ours")))
 
 
 @pytest.mark.skipif(not asks_the_model, reason="needs TRL 1.15, which reads heads itself")
 def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
     """TRL 1.16 does not know the name of RecurrentGemma's soft-cap."""
     torch.manual_seed(0)
-    config = transformers.RecurrentGemmaConfig(
-        vocab_size=10,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        lru_width=16,
-        num_key_value_heads=1,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-        logits_soft_cap=2.0,
-        block_types=["recurrent", "attention"],
-    )
+    sizes = {**SHAPE, "lru_width": 16, "block_types": ["recurrent", "attention"]}
+    config = transformers.RecurrentGemmaConfig(**sizes, logits_soft_cap=2.0)
     model = transformers.RecurrentGemmaForCausalLM(config).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)
@@ -233,11 +169,6 @@ def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
     out = model(input_ids=ids, labels=ids, fused_lm_head=True)
     torch.testing.assert_close(out.log_probs, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
     torch.testing.assert_close(out.loss, -expected.mean(), rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
-    again = model(input_ids=ids, shift_labels=shifted, fused_lm_head=True, num_items_in_batch=5)
-    torch.testing.assert_close(again.log_probs[:, :-1], expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    torch.testing.assert_close(again.loss, -expected.sum() / 5, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    assert not again.log_probs[:, -1].any() and not again.label_mask[:, -1].any()
     with pytest.raises(ValueError, match="labels or shift_labels must be given"):
         model(input_ids=ids, fused_lm_head=True)
 
@@ -255,13 +186,6 @@ def test_the_documented_lines_run(tmp_path: Path) -> None:
     scope["GSPOConfig"] = lambda output_dir: GSPOConfig(str(tmp_path / output_dir), use_cpu=True, bf16=False)
     exec("\n".join(statements), scope)
     assert isinstance(scope["trainer"], GSPOTrainer) and scope["trainer"].epsilon_high == 4e-4
-
-
-def test_cast_lm_head_to_fp32_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
-    trainer.args.cast_lm_head_to_fp32 = True
-    with pytest.raises(ValueError, match="cast_lm_head_to_fp32 must be False"):
-        accelerate_trainer(trainer)
 
 
 @pytest.mark.skipif(not asks_the_model, reason="earlier releases accept such adapters, see CONFIGS")
@@ -327,38 +251,6 @@ def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pyt
     clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
     assert len(shares) == 8 and max(clipped) > 0.5
     assert 0 < sum(shares) / 8 < 0.8
-
-
-def test_default_args_are_gspo_and_token_ratios_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = []
-
-    def config(output_dir: str) -> GSPOConfig:
-        configs.append(GSPOConfig(str(tmp_path / output_dir), use_cpu=True, bf16=False))
-        return configs[-1]
-
-    monkeypatch.setattr("gspo_kernels.integrations.trl.trainer.GSPOConfig", config)
-    options: dict[str, Any] = {
-        "reward_funcs": lambda completions, **_: [0.0] * len(completions),
-        "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
-    }
-    trainer = GSPOTrainer(checkpoint(tmp_path / "model"), **options)
-    assert trainer.args is configs[0] and trainer.importance_sampling_level == "sequence"
-    with pytest.warns(UserWarning, match="importance_sampling_level='token' is not GSPO"):
-        make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
-
-
-def test_a_second_trainer_of_a_model_is_accelerated_too(tmp_path: Path) -> None:
-    lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
-    first = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
-    second = make_trainer(GSPOTrainer, first.model, tmp_path, **SEQUENCE)
-    ids = torch.randint(2, 10, (2, 7))
-    dense = second.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-    if asks_the_model:
-        fused = second.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
-    else:
-        fused = second._get_per_token_logps_and_entropies(second.model, ids, torch.ones_like(ids), 6)[0]
-    expected = dense.gather(-1, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(fused, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> None:

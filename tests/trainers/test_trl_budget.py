@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tile_choices import Chosen, choices, d_logits, kept, small_tiles
-from helpers.trl_trainer import LETTERS, SEQUENCE, SHAPE, checkpoint, make_trainer, replace_log_probs, tokenizer
+from helpers.trl_trainer import SEQUENCE, SHAPE, checkpoint, make_trainer, replace_log_probs, tokenizer
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
@@ -16,7 +16,7 @@ import datasets
 import transformers
 from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, TRAINER_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.backends import dispatch
@@ -136,33 +136,9 @@ def test_logs_are_means_over_tokens_of_micro_batches_and_only_of_training(
         recorded.append({name: self._backwards[-1][name].item() for name in (*METRICS, "tokens")})
 
     monkeypatch.setattr(BackwardMetrics, "collect", watched)
-    prompts = datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in "ab"])
-    config = GRPOConfig(
-        str(tmp_path / "out"),
-        **ON_A_CPU,
-        **SEQUENCE,
-        max_steps=4,
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        gradient_accumulation_steps=2,
-        steps_per_generation=4,
-        num_generations=4,
-        max_completion_length=6,
-        learning_rate=0.05,
-        save_strategy="no",
-    )
-    reward: Any = lambda completions, **_: [float(text.count("a")) for text in completions]  # noqa: E731
-    trainer = GRPOTrainer(
-        peaked_model(tmp_path / "model", 20.0),
-        reward,
-        config,
-        train_dataset=prompts,
-        eval_dataset=prompts.select(range(4)),
-        processing_class=tokenizer(),
-    )
+    options: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    options |= {"per_device_eval_batch_size": 4, "eval_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 4)}
+    trainer = make_trainer(GRPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **SEQUENCE, **options)
     accelerate_trainer(trainer)
     trainer.train()
     assert len(recorded) == 8
@@ -228,13 +204,10 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
     assert capsys.readouterr().out == line + "gradient_budget=0.5, cache_mib=3 (GSPO_CACHE_MIB)\n"
     assert settings() == (0.5, None)
     # Another trainer of the same model, whose GRPOConfig has no such settings.
-    make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE)
-    second = capsys.readouterr().out
-    assert second == line + "gradient_budget=0, cache_mib=3 (GSPO_CACHE_MIB)\n"
     monkeypatch.delenv("GSPO_CACHE_MIB")
     make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE, bf16=True)
-    third = capsys.readouterr().out
-    assert third == line.replace("float32", "float32, cast to bfloat16") + "gradient_budget=0, cache_mib=0 (default)\n"
+    in_bf16 = line.replace("float32", "float32, cast to bfloat16")
+    assert capsys.readouterr().out == in_bf16 + "gradient_budget=0, cache_mib=0 (default)\n"
 
 
 def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,13 +243,7 @@ def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gradient_budget": 1.0}, ValueError, r"gradient_budget must be a number from 0 \(exact\) to below 1, got 1.0"),
-    ({"gradient_budget": -0.1}, ValueError, "gradient_budget must be .* got -0.1"),
-    ({"gradient_budget": "1e-3"}, TypeError, "gradient_budget must be .* got '1e-3'"),
-    (
-        {"cache_mib": -1},
-        ValueError,
-        "cache_mib must be .* from 0 to .*, or None for the default, got -1",
-    ),
+    ({"cache_mib": -1}, ValueError, "cache_mib must be .* from 0 to .*, or None for the default, got -1"),
     ({"cache_mib": True}, TypeError, "cache_mib must be .* got True"),
 ]
 
@@ -291,15 +258,6 @@ def test_invalid_settings_are_refused(
     with pytest.raises(error, match=f"^accelerate_trainer: {message}"):
         accelerate_trainer(trainer, **settings)
     assert "training_step" not in vars(trainer)
-
-
-def test_a_budget_is_refused_with_an_entropy_bonus(tmp_path: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, peaked_model(tmp_path / "model"), tmp_path)
-    trainer._entropy_bonus_enabled = True
-    message = r"gradient_budget must be 0 with an entropy bonus \(entropy_coef, .* got 0.001"
-    with pytest.raises(ValueError, match=message):
-        accelerate_trainer(trainer, gradient_budget=1e-3)
-    accelerate_trainer(trainer, cache_mib=1)
 
 
 def test_entropies_are_logged_with_a_budget_and_equal_trls(tmp_path: Path) -> None:

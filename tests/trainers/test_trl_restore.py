@@ -112,31 +112,6 @@ def test_a_restored_trainer_is_a_stock_trainer(by_class: bool, peft: bool, tmp_p
     assert_same_run(trainer, expected)
 
 
-def test_after_training_the_next_log_probs_are_trls(tmp_path: Path, calls: list[int]) -> None:
-    """Accelerated for two steps and restored for two, which are those of a stock trainer that resumes there."""
-    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    trainer = accelerate_trainer(stock(tmp_path / "ours", **saving))
-    trainer.train()
-    assert calls
-    restore_trainer(trainer)
-    assert traces(trainer) == []
-    calls.clear()
-    step_2 = str(tmp_path / "ours" / "out" / "checkpoint-2")
-    trainer.train(resume_from_checkpoint=step_2)
-    resumed = stock(tmp_path / "stock", **saving)
-    resumed.train(resume_from_checkpoint=step_2)
-    assert calls == []
-    assert [log["loss"] for log in trainer.state.log_history[-3:] if "loss" in log] == [
-        log["loss"] for log in resumed.state.log_history[-3:] if "loss" in log
-    ]
-    for x, y in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(x, y)
-    trainer.save_model(str(tmp_path / "saved"))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    for x, y in zip(trainer.model.parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(x, y)
-
-
 def test_a_forward_inside_autocast_passes_calls_on(tmp_path: Path, calls: list[int]) -> None:
     """With bf16, accelerate wraps the forward when training starts. The restored trainer still runs TRL's code."""
     options = {"bf16": True, "max_steps": 1}

@@ -135,16 +135,9 @@ def test_the_metrics_of_all_ranks_are_collected(tmp_path: Path) -> None:
 
 def refused_main(rank: int, folder: Path) -> None:
     start()
-    place = r"^actor_rollout_ref.model.fused_kernel_options: "
-    for number, (options, error, message) in enumerate(
-        (
-            ({"gradient_budget": 1}, ValueError, r"gradient_budget must be a number from 0 .* got 1"),
-            ({"gradient_budget": "1e-3"}, TypeError, "gradient_budget must be .* got '1e-3'"),
-            ({"cache_mib": -1}, ValueError, "cache_mib must be a number of MiB from 0.* got -1"),
-        )
-    ):
-        with pytest.raises(error, match=place + message):
-            make_worker(folder / str(number), True, BASE, fused_kernel_options=options)
+    place = "^actor_rollout_ref.model.fused_kernel_options: "
+    with pytest.raises(TypeError, match=place + "gradient_budget must be .* got '1e-3'"):
+        make_worker(folder / "text", True, BASE, fused_kernel_options={"gradient_budget": "1e-3"})
     worker = peaked_worker(folder / "bonus", {**BASE, "entropy": 0.01}, gradient_budget=1e-3)
     with pytest.raises(ValueError, match=r"gradient_budget must be 0 with actor.entropy_coeff=0.01, .* got 0.001"):
         update(worker)
@@ -158,8 +151,7 @@ def test_invalid_settings_and_an_entropy_bonus_with_a_budget_are_refused(tmp_pat
     run_ranks(refused_main, 1, tmp_path)
 
 
-def documented_main(rank: int, folder: Path) -> None:
-    os.environ.update(ENVIRONMENT)
+def test_the_documented_lines_set_budget_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     import verl
     from hydra import compose, initialize_config_dir
     from verl.utils.config import omega_conf_to_dataclass
@@ -170,11 +162,7 @@ def documented_main(rank: int, folder: Path) -> None:
     overrides = VERL_BUDGET.replace("\\\n", " ").split()
     with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
         config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
-    HFModelConfig.__post_init__ = lambda self: None  # it loads the model
+    monkeypatch.setattr(HFModelConfig, "__post_init__", lambda self: None)  # it loads the model
     model = omega_conf_to_dataclass(config.model)
     assert backward_settings(model) == (1e-3, 1024)
     assert model.fused_kernel_options["impl_backend"] == "torch" and not model.use_fused_kernels
-
-
-def test_the_documented_lines_set_budget_and_cache(tmp_path: Path) -> None:
-    run_ranks(documented_main, 1, tmp_path)

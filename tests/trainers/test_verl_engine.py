@@ -5,10 +5,8 @@ Log-probs, losses, metrics and trained parameters must be equal. Part of `make t
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import ranks
-from helpers.pages import VERL_LINES
-from helpers.readme import WITH_VERL
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -132,34 +128,6 @@ def test_verl_finds_the_engine(external: str, tmp_path: Path) -> None:
     ranks.run_ranks(registration_main, 1, tmp_path, external)  # spawned, because it sets what verl reads on import
 
 
-def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
-    export, *words = " ".join(line.rstrip("\\") for line in lines).split()
-    assert export == "export"
-    name, value = words[0].split("=")
-    os.environ.update(ENVIRONMENT, VERL_USE_EXTERNAL_PLUGINS="none", **{name: value})
-    overrides = [word for word in words[1:] if word.startswith("actor_rollout_ref.")]
-    import verl
-    from hydra import compose, initialize_config_dir
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.utils.import_utils import import_external_libs
-    from verl.workers.engine import EngineRegistry
-
-    with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
-        config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
-    import_external_libs(config.model.external_lib)  # the HFModelConfig of a worker makes this call
-    actor = config.actor
-    for strategy in (actor.strategy, config.ref.strategy):
-        assert EngineRegistry.get_engine_cls("language_model", strategy).__name__ == "GSPOEngine"
-    assert get_policy_loss_fn(actor.policy_loss.loss_mode).__name__ == "gspo_policy_loss"
-    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (3e-4, 4e-4)
-    assert actor.loss_agg_mode == "seq-mean-token-mean"
-
-
-@pytest.mark.parametrize("lines", [WITH_VERL, VERL_LINES], ids=["README", "docs"])
-def test_the_documented_lines_configure_verl(lines: str, tmp_path: Path) -> None:
-    ranks.run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())  # spawned, for the same reason
-
-
 def refused_main(rank: int, folder: Path) -> None:
     os.environ.update(ENVIRONMENT)
     torch.distributed.init_process_group("gloo")
@@ -169,162 +137,18 @@ def refused_main(rank: int, folder: Path) -> None:
     from verl.utils import tensordict_utils as tu
 
     data = batch(0, BASE)
-    sums = []
+    sums, log_probs = [], []
     for ours in (False, True):
         worker = make_worker(folder / f"sum-{ours}", ours, BASE)
         copied = data.copy()
         tu.assign_non_tensor(copied, compute_loss=False, calculate_sum_pi_squared=True)
         sums.append(worker.infer_batch(copied)["sum_pi_squared"].values())
+        # The log-probs of prompts, too.
+        tu.assign_non_tensor(data, compute_loss=False, return_model_output=True)
+        log_probs.append(worker.infer_batch(data.copy())["log_probs"].values())
     assert torch.equal(*sums)
+    torch.testing.assert_close(*log_probs, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 def test_unsupported_settings_raise_or_use_verls_code(tmp_path: Path) -> None:
     run_ranks(refused_main, 1, tmp_path)
-
-
-def test_only_response_tokens_are_computed(tmp_path: Path) -> None:
-    run_ranks(rows_main, 1, tmp_path)
-
-
-def rows_main(rank: int, folder: Path) -> None:
-    os.environ.update(ENVIRONMENT)
-    torch.distributed.init_process_group("gloo")
-    from verl.utils import tensordict_utils as tu
-
-    from gspo_kernels.integrations.verl import engine
-
-    rows: list[int] = []
-    fused = engine.linear_log_probs
-
-    def counted(*args: Any, mask: torch.Tensor, **kwargs: Any) -> Any:
-        rows.append(int(mask.sum()))
-        return fused(*args, mask=mask, **kwargs)
-
-    engine.linear_log_probs = counted
-    for packed in (True, False):
-        for all_tokens in (False, True):
-            worker = make_worker(folder / f"{packed}-{all_tokens}", True, {**BASE, "packed": packed})
-            data = batch(0, BASE)
-            tu.assign_non_tensor(data, compute_loss=False, return_model_output=all_tokens)
-            worker.infer_batch(data)
-            assert rows.pop() == (27 if all_tokens else 18)  # the batch has 9 prompt tokens and 18 response tokens
-
-
-def test_the_policy_loss_ignores_masked_tokens_and_warns_of_weights_by_length(tmp_path: Path) -> None:
-    run_ranks(policy_main, 1, tmp_path)
-
-
-def policy_main(rank: int, folder: Path) -> None:
-    os.environ.update(ENVIRONMENT)
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-    from verl.workers.config import ActorConfig
-
-    import gspo_kernels.integrations.verl  # noqa: F401 - registers
-
-    rng = torch.Generator().manual_seed(0)
-    old = -torch.rand(3, 5, generator=rng)
-    advantages = torch.randn(3, 1, generator=rng).expand(3, 5)
-    mask = torch.arange(5)[None] < torch.tensor([5, 2, 0])[:, None]
-    with_nan = (old + 0.001 * torch.randn(3, 5, generator=rng)).where(mask, torch.nan)
-    sizes = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": 9}
-    for mode in ("seq-mean-token-mean", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
-        config = ActorConfig(
-            strategy="fsdp2",
-            rollout_n=4,
-            ppo_micro_batch_size_per_gpu=4,
-            clip_ratio_low=3e-4,
-            clip_ratio_high=4e-4,
-            loss_agg_mode=mode,
-        )
-        config.global_batch_info.update(sizes)
-        results = []
-        for loss, values in (("gspo", with_nan.where(mask, 0)), ("gspo_kernels", with_nan)):
-            log_probs = values.clone().requires_grad_()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                value, metrics = get_policy_loss_fn(loss)(
-                    old_log_prob=old,
-                    log_prob=log_probs,
-                    advantages=advantages,
-                    response_mask=mask,
-                    loss_agg_mode=mode,
-                    config=config,
-                )
-            if loss == "gspo_kernels":
-                texts = [str(w.message) for w in caught if "weights answers by their length" in str(w.message)]
-                assert len(texts) == (mode == "token-mean")  # the first mode that warns; later modes do not repeat it
-            value.backward()
-            results.append((value, log_probs.grad, metrics))
-        (value, gradient, metrics), (our_value, our_gradient, our_metrics) = results
-        torch.testing.assert_close(our_value, value.detach(), rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
-        torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
-        assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
-        assert our_gradient is not None and torch.isfinite(our_gradient).all() and (our_gradient != 0).any()
-    # Three special cases: a mini-batch without unmasked tokens, bf16 log-probs, and no global batch size.
-    config.global_batch_info.update(batch_num_tokens=0, global_batch_size=6)
-    ours = functools.partial(
-        get_policy_loss_fn("gspo_kernels"),
-        old_log_prob=old,
-        log_prob=old,
-        advantages=advantages,
-        response_mask=torch.zeros_like(mask),
-        config=config,
-    )
-    assert ours(loss_agg_mode="token-mean")[0] == 0
-    with pytest.warns(UserWarning, match="too coarse"):
-        assert ours(loss_agg_mode="seq-mean-token-mean", log_prob=old.bfloat16(), old_log_prob=old.bfloat16())[0] == 0
-    config.global_batch_info.update(global_batch_size=None)
-    with pytest.raises(ValueError, match=r"global_batch_size.* given with more than one rank"):
-        ours(loss_agg_mode="seq-mean-token-mean")
-
-
-def test_each_clip_bound_defaults_to_clip_ratio(tmp_path: Path) -> None:
-    run_ranks(bounds_main, 1, tmp_path)
-
-
-def bounds_main(rank: int, folder: Path) -> None:
-    os.environ.update(ENVIRONMENT)
-    from verl.workers.config import ActorConfig
-
-    from gspo_kernels.integrations.verl import gspo_policy_loss
-
-    advantages = torch.tensor([[-1.0], [1.0]]).expand(2, 5)
-    mask = torch.ones(2, 5)
-    for low, high, clipped in (
-        (3e-4, 4e-4, [True, False]),
-        (4e-4, 3e-4, [False, True]),
-        (None, 4e-4, [True, False]),
-        (4e-4, None, [False, True]),
-    ):
-        config = ActorConfig(
-            strategy="fsdp2",
-            rollout_n=4,
-            ppo_micro_batch_size_per_gpu=4,
-            clip_ratio=3e-4,
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            loss_agg_mode="seq-mean-token-mean",
-        )
-        log_probs = torch.tensor([[-3.5e-4], [3.5e-4]]).repeat(1, 5).requires_grad_()
-        loss, _ = gspo_policy_loss(torch.zeros(2, 5), log_probs, advantages, mask, "seq-mean-token-mean", config)
-        (gradient,) = torch.autograd.grad(loss, log_probs)
-        assert [not row.any() for row in gradient] == clipped, (low, high)
-
-
-def test_positions_of_nested_responses_are_masked_correctly(tmp_path: Path) -> None:
-    run_ranks(nested_main, 1, tmp_path)
-
-
-def nested_main(rank: int, folder: Path) -> None:
-    os.environ.update(ENVIRONMENT)
-    from tensordict import TensorDict
-
-    from gspo_kernels.integrations.verl.engine import _predicts_response
-
-    def nested(*lengths: int) -> torch.Tensor:
-        return torch.nested.nested_tensor([torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged)
-
-    data = TensorDict({"input_ids": nested(5, 7), "prompts": nested(2, 5), "responses": nested(3, 2)}, batch_size=2)
-    # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
-    # first position is 5 in the packed batch.
-    assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]

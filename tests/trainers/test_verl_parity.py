@@ -13,20 +13,24 @@ import numpy as np
 import pytest
 import torch
 from helpers.other_trainers import Rollout, assert_agree, ours, rollout
-from tolerance import PARITY_GRADIENT_RELATIVE
+from tolerance import LOSS_PER_ADVANTAGE, PARITY_GRADIENT_RELATIVE, TRAINER_ABSOLUTE
 from torch import Tensor
 
-from gspo_kernels import Objective
+from gspo_kernels import Objective, validation
 from gspo_kernels.advantages import group_advantages, whiten
 from gspo_kernels.sampler_mismatch import importance_weights
 
 pytest.importorskip("verl")
+from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
 from verl.workers.config import ActorConfig
+
+from gspo_kernels.integrations.verl import gspo_policy_loss
+from gspo_kernels.integrations.verl.engine import _predicts_response
 
 # An objective, verl's name of the loss, and its aggregation.
 SEQUENCES = "seq-mean-token-mean"
@@ -85,10 +89,13 @@ def verl_loss(
     return value.detach(), gradient, metrics
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_equal_verls(name: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"), [(name, x) for name in CASES for x in (False, True) if not (x and name == "gmpo")]
+)
+def test_loss_and_gradient_equal_verls(name: str, weights: bool, backend: str) -> None:
+    """With `weights`, verl's rollout_is_weights are our token_weights."""
     objective, loss, aggregation = CASES[name]
-    batch = rollout(objective)
+    batch = rollout(objective, weights=weights)
     value, gradient, metrics = verl_loss(batch, objective, loss, aggregation)
     computed = ours(batch, objective, backend)
     assert_agree(batch, computed, value, gradient)
@@ -98,14 +105,6 @@ def test_loss_and_gradient_equal_verls(name: str, backend: str) -> None:
         )
     if "actor/ppo_kl" in metrics:
         assert metrics["actor/ppo_kl"] == pytest.approx(computed[0].metrics["kl_to_old"].item(), abs=1e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "gmpo"])
-def test_verls_rollout_weights_are_token_weights(name: str, backend: str) -> None:
-    objective, loss, aggregation = CASES[name]
-    batch = rollout(objective, seed=2, weights=True)
-    value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
-    assert_agree(batch, ours(batch, objective, backend), value, gradient)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gmpo"])
@@ -138,14 +137,6 @@ def test_gradients_of_dppo_equal_verls(loss: str, bound: float, weights: bool, b
     counted = (zero & (p < q) & (divergence > objective.clip_low)).sum() / batch.mask.sum()
     ours_of_both = out.metrics["token_clip_fraction"].item() + counted.item()
     assert metrics["actor/pg_clipfrac"] == pytest.approx(ours_of_both, abs=1e-6)
-
-
-def test_verls_token_sum_is_a_token_mean_with_normalizer_1(backend: str) -> None:
-    """In this mode, too, verl multiplies by the number of ranks."""
-    objective = Objective.preset("dapo", dual_clip=3.0)
-    batch = rollout(objective, seed=3)
-    value, gradient, _ = verl_loss(batch, objective, "vanilla", "token-sum", dp_size=4)
-    assert_agree(batch, ours(batch, objective, backend, normalizer=1 / 4), value, gradient)
 
 
 def test_verls_kl_term_of_sapo_has_its_own_normalizer(backend: str) -> None:
@@ -270,3 +261,64 @@ def test_gates_equal_verls_rejection_masks(option: str, level: str) -> None:
         batch.log_probs, batch.old, batch.mask, level=level, mode="gate", low=1 / 1.1, high=1 / 0.8
     )
     assert torch.equal(gate.weights, expected) and 0 < gate.metrics["bound_share"] < 1
+
+
+@pytest.mark.parametrize(
+    "aggregation", [SEQUENCES, "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
+def test_our_policy_loss_in_verls_registry_equals_verls_gspo(
+    aggregation: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It ignores masked values, even NaN."""
+    monkeypatch.setattr(validation, "_warned", set())
+    batch = rollout(Objective(), weights=True)
+    size = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6}
+    value, gradient, metrics = verl_loss(batch, Objective(), "gspo", aggregation, **size)
+    with_nan = replace(batch, log_probs=batch.log_probs.where(batch.mask, torch.nan))
+    our_value, our_gradient, our_metrics = verl_loss(with_nan, Objective(), "gspo_kernels", aggregation, **size)
+    torch.testing.assert_close(our_value.double(), value, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
+    torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
+    assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
+    warned = ["weights answers by their length" in str(w.message) for w in recwarn]
+    assert any(warned) == (aggregation != SEQUENCES)
+
+
+def of_two_answers(**settings: Any) -> Callable[..., Tensor]:
+    """Return a function that computes the gradient of our policy loss for log-ratios of -3.5e-4 and 3.5e-4."""
+    actor = config(Objective(), SEQUENCES)
+    vars(actor).update(settings)
+    log_probs = torch.tensor([[-3.5e-4], [3.5e-4]]).repeat(1, 5).requires_grad_()
+    advantages = torch.tensor([[-1.0], [1.0]]).expand(2, 5)
+
+    def gradient(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        loss, _ = gspo_policy_loss(torch.zeros(2, 5), log_probs.to(dtype), advantages, mask, SEQUENCES, actor)
+        return torch.autograd.grad(loss, log_probs)[0]
+
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "clipped"), [(3e-4, 4e-4, 0), (4e-4, 3e-4, 1), (None, 4e-4, 0), (4e-4, None, 1)]
+)
+def test_each_clip_bound_defaults_to_clip_ratio(low: float | None, high: float | None, clipped: int) -> None:
+    gradient = of_two_answers(clip_ratio=3e-4, clip_ratio_low=low, clip_ratio_high=high)(torch.ones(2, 5))
+    assert not gradient[clipped].any() and gradient[1 - clipped].all()
+
+
+def test_a_mini_batch_without_tokens_half_precision_and_a_missing_size() -> None:
+    gradient = of_two_answers(global_batch_info={"dp_size": 2, "global_batch_size": 6})
+    assert not gradient(torch.zeros(2, 5)).any()
+    with pytest.warns(UserWarning, match="too coarse"):
+        gradient(torch.ones(2, 5), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"global_batch_size.* given with more than one rank"):
+        of_two_answers(global_batch_info={"dp_size": 2})(torch.ones(2, 5))
+
+
+def test_positions_of_nested_responses_are_masked_correctly() -> None:
+    def nested(*lengths: int) -> Tensor:
+        return torch.nested.nested_tensor([torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged)
+
+    data = TensorDict({"input_ids": nested(5, 7), "prompts": nested(2, 5), "responses": nested(3, 2)}, batch_size=2)
+    # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
+    # first position is 5 in the packed batch.
+    assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]

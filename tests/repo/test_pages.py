@@ -60,7 +60,7 @@ BLOCKS = {
     "trainers/skyrl.md": ["trainers/test_checkouts.py"],
     "trainers/trl.md": ["trainers/test_trl.py"],
     "trainers/verl.md": [
-        "trainers/test_verl_engine.py",
+        "trainers/test_verl_main_ppo.py",
         "trainers/test_verl_budget.py",
         "trainers/test_verl_megatron.py",
     ],

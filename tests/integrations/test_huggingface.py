@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -394,10 +395,12 @@ def test_a_changed_head_is_measured_again(change: Any) -> None:
     assert_fused_equals_dense(changed)
 
 
-NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str, float | None]] = {  # a model, an object, attribute and value
+NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str, Any]] = {  # a model, an object, attribute and value
     "scale of the model": ("cohere", lambda model: model, "logit_scale", 0.5),
     "scale of the configuration": ("granite", lambda model: model.config, "logits_scaling", 2),
     "scale of the body": ("falcon-h1", lambda model: model.model, "lm_head_multiplier", 1.5),
+    "scale as a tensor": ("cohere", lambda model: model, "logit_scale", torch.tensor(0.5)),
+    "scale as a NumPy number": ("cohere", lambda model: model, "logit_scale", numpy.float32(0.5)),
     "soft-cap": ("gemma2", lambda model: model.config, "final_logit_softcapping", 2.0),
     "soft-cap removed": ("gemma2", lambda model: model.config, "final_logit_softcapping", None),
     "soft-cap of a text configuration": (
@@ -423,6 +426,31 @@ def test_a_changed_number_is_noticed_by_the_next_call(name: str) -> None:
     assert dict(logit_options(model)) != before[1]
     setattr(owner(model), attribute, before[0])
     assert dict(logit_options(model)) == before[1]
+
+
+def test_a_tensor_that_scales_logits_may_change_in_place_but_not_be_trained() -> None:
+    model = make("cohere").double()
+    model.logit_scale = torch.tensor(0.5)
+    fuse_head(model)
+    assert_fused_equals_dense(model)
+    model.logit_scale.fill_(0.8)
+    assert_fused_equals_dense(model)
+    model.logit_scale = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(HeadError, match="logit_scale of CohereForCausalLM must not be trained"):
+        assert_fused_equals_dense(model)
+
+
+def test_a_hook_is_measured_even_if_it_has_the_id_of_a_removed_one() -> None:
+    model = make("qwen3").double()
+    fuse_head(model)
+    harmless = model.lm_head.register_forward_hook(lambda module, inputs, output: None)
+    assert_fused_equals_dense(model)
+    address = id(next(iter(model.lm_head._forward_hooks.values())))
+    harmless.remove()
+    hooks = [lambda module, inputs, output: 2 * output for _ in range(10000)]
+    model.lm_head.register_forward_hook(next((hook for hook in hooks if id(hook) == address), hooks[0]))
+    with pytest.raises(HeadError, match="log-probs from the logits of Qwen3ForCausalLM must equal the fused ones"):
+        assert_fused_equals_dense(model)
 
 
 def test_the_hook_that_the_error_names_makes_a_float32_head_work() -> None:

@@ -432,6 +432,8 @@ def test_wandb_writes_runs_offline_where_options_and_variables_say(
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_tracker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)
+    for module in [x for x in sys.modules if x.startswith("torch.utils.tensorboard")]:  # imported by another test
+        monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ModuleNotFoundError, match=rf"report_to={name} needs {name}, .*\[trackers\]"):
         train(small(tmp_path, report_to=(name,)))
     assert not (tmp_path / "demo").exists()

@@ -556,12 +556,16 @@ def text(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content)
 
 
-def with_a_step_twice(folder: Path) -> None:
-    """Write what two processes wrote that trained in one folder."""
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:2], *lines[1:]]))
-    sizes = {"metrics.jsonl": sum(map(len, [*lines, lines[1]])), "samples.jsonl": 0}
-    of_checkpoint(lambda state: {**state, "sizes": sizes})(folder)
+def of_rows(change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
+    """Change the rows of metrics.jsonl, and its size in the checkpoint."""
+
+    def damage(folder: Path) -> None:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        content = "".join(json.dumps(row) + "\n" for row in change(rows))
+        (folder / "metrics.jsonl").write_text(content)
+        of_checkpoint(lambda state: {**state, "sizes": {**state["sizes"], "metrics.jsonl": len(content)}})(folder)
+
+    return damage
 
 
 HEAD = "lm_head.weight"
@@ -581,7 +585,16 @@ DAMAGED: list[tuple[Callable[[Path], object], str]] = [
         of_checkpoint(lambda state: state["optimizer"]["weights"][HEAD].pop("exp_avg") is None or state),
         rf"expected a checkpoint with {HEAD} of the shapes \{{'weight': .*, got \{{'weight': ",
     ),
-    (with_a_step_twice, r"expected seed 0 to have a line for each step from 0, got \[0, 1, 1, 2, 3\]"),
+    (
+        of_rows(lambda rows: [*rows[:2], {**rows[2], "seconds": None}, *rows[3:]]),
+        "metrics.jsonl, step 2 of seed 0: expected seconds to be a number, got None",
+    ),
+    (of_checkpoint(lambda state: {**state, "step": 1}), "metrics of seed 0 to end with step 1, .* got step 3"),
+    (text("config.json", "[" * 99999), "config.json cannot be read: maximum recursion depth exceeded"),
+    (
+        of_rows(lambda rows: [*rows[:2], *rows[1:]]),
+        r"expected seed 0 to have a line for each step from 0, got \[0, 1, 1, 2, 3\]",
+    ),
     (text("metrics.jsonl", "{\n" * 9999), r"metrics.jsonl, line 1: expected a JSON object, got b'\{'"),
     (text("metrics.jsonl", ""), "metrics.jsonl is shorter than when the checkpoint was written"),
     (text("samples.jsonl", ""), "samples.jsonl is shorter than when the checkpoint was written"),

@@ -204,6 +204,9 @@ def test_masked_shares_combine() -> None:
         ([{"my_metric": torch.zeros(())}], "parts must be metrics of gspo_kernels, got 'my_metric'"),
         ([{"tokens": 3.0}], r"tokens in parts must be a tensor \[\], got 3.0"),
         (["kl"], "parts must be dicts of metrics, such as LossOutput.metrics, got a str"),
+        ([{}], "parts must be dicts with at least one metric, got empty ones"),
+        ({"tokens": torch.zeros(())}, "parts must be a list of metrics, got a dict"),
+        ([{1: torch.zeros(())}], "parts must be dicts with the names of metrics as keys, got 1"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(parts: Any, message: str) -> None:

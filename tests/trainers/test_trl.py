@@ -308,6 +308,7 @@ def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Pat
     labels[:, :3], labels[1, -2:] = -100, -100
     for model in (trainer.model, trainer.ref_model):
         base = base_model(trainer.accelerator.unwrap_model(model))
+        assert fuse_head(base).fused_lm_head is not None
         logits = base(input_ids=ids, use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         out = base(input_ids=ids, labels=labels, fused_lm_head=True)

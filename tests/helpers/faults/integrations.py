@@ -10,7 +10,7 @@ FAULTS: dict[str, Fault] = {
         "try:\n"
         "    for module, name in parents:\n"
         "        module._modules[name] = stand_in\n"
-        "    output = self._forward(*args, **kwargs)\n"
+        "    output = forward(*args, **kwargs)\n"
         "finally:\n"
         "    for module, name in parents:\n"
         "        module._modules[name] = self.head",
@@ -127,7 +127,7 @@ FAULTS: dict[str, Fault] = {
         "seams::test_openrlhfs_loss_is_its_gspo",
     ),
     "TRL's mean loss divided by all positions": (
-        "_log_probs",
+        "ModelLogProbs.__call__",
         "mask.sum().clamp(min=1)",
         "mask.numel()",
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
@@ -182,8 +182,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a second call of accelerate_trainer keeps the settings": (
         "_use_settings",
-        "setattr(model, SETTINGS, ModelSettings(trainer.temperature, vars(trainer)[_SETTINGS]))",
-        "vars(model).setdefault(SETTINGS, ModelSettings(trainer.temperature, vars(trainer)[_SETTINGS]))",
+        "ModelLogProbs(trainer.temperature, vars(trainer)[_SETTINGS])",
+        "fused.fused_lm_head or ModelLogProbs(trainer.temperature, vars(trainer)[_SETTINGS])",
         "trainers/trl_budget::test_the_last_call_decides_and_each_change_is_printed_once",
     ),
     "trainers of one model share their settings": (
@@ -337,7 +337,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "running moments of rewards not restored": (
         "Training.restore",
-        'self.running = RunningMoments(**saved["running"])',
+        'self.running = RunningMoments(**{name: saved["running"][name] for name in CHECKPOINT["running"]})',
         "pass",
         "trainer_resume::test_an_interrupted_run_continues_to_the_bit[checkpoint]",
     ),
@@ -609,7 +609,7 @@ FAULTS: dict[str, Fault] = {
         "_method_of",
         "forward if function is None else types.MethodType(function, model)",
         "forward",
-        "trainers/trl_restore::test_a_copy_of_a_trainers_model_can_be_trained[False-deepcopy]",
+        "huggingface::test_a_copied_model_has_its_own_fused_head[deepcopy]",
     ),
     "a pickled model counts as fused": (
         "fused_head_of",
@@ -619,9 +619,21 @@ FAULTS: dict[str, Fault] = {
     ),
     "a changed scale of logits not noticed": (
         "FusedHead._identity",
-        "return *identity(self.head), *numbers",
+        "return *identity(self.head), *numbers, *((name, _Same(x), x._version) for name, x in tensors)",
         "return identity(self.head)",
         "huggingface::test_a_changed_number_is_noticed_by_the_next_call[scale of the model]",
+    ),
+    "a tensor changed in place not noticed": (
+        "FusedHead._identity",
+        "(name, _Same(x), x._version)",
+        "(name, _Same(x))",
+        "huggingface::test_a_tensor_that_scales_logits_may_change_in_place_but_not_be_trained",
+    ),
+    "a hook with the id of a removed one not noticed": (
+        "identity",
+        "_hooks(head)",
+        "map(id, _hooks(head))",
+        "huggingface::test_a_hook_is_measured_even_if_it_has_the_id_of_a_removed_one",
     ),
     "logit_options of a changed model are outdated": (
         "logit_options",

@@ -256,7 +256,7 @@ class Training:
             self.progress.say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
 
     def evaluate(self, step: int) -> tuple[float, list[Row]]:
-        """Compute the mean reward of greedy answers to held-out prompts. Also return a few answers of the first process."""
+        """Compute the mean reward of greedy answers to held-out prompts. Also return this process's first answers."""
         config = self.config
         held_out = distributed.share(self.task.held_out)
         rewards = [self.task.rewards([], [])]  # a process may have no prompts

@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
     budget: float = 0.0
 
     def absent(self, head: Head, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Return the reason why this candidate cannot be measured, or None if it can."""
+        """The reason why this candidate cannot be measured, or None if it can."""
         reasons = {
             f"{self.package} is not installed": version(self.package) is None,
             "needs torch 2.13": self.against == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"),
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def old(self, w: Workload) -> Old:
-        """Return old and reference log-probs: this candidate's log-probs minus `w.log_ratio`, and plus `w.kl_drift`."""
+        """Derive old and reference log-probs from this candidate's own: minus `w.log_ratio`, and plus `w.kl_drift`."""
         with torch.no_grad():
             log_probs = self.log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), w.softcap)
         log_probs = log_probs.float().view_as(w.target_ids)
@@ -62,7 +62,7 @@ class Candidate(NamedTuple):
         )
 
     def step(self, w: Workload, old: Old) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, d_hidden [S, L, H] and d_weight [V, H]."""
+        """Run forward and backward: loss, d_hidden [S, L, H] and d_weight [V, H]."""
         hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
         loss = self.loss(w, old, hidden, weight)
         d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
@@ -87,7 +87,7 @@ def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -
 def full_log_probs(
     hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, accumulator: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return log-probs [N] from full logits. Logits have the inputs' dtype, and are cast for the softmax."""
+    """Compute log-probs [N] from full logits. Logits have the inputs' dtype, and are cast for the softmax."""
     logits = (hidden @ weight.t()).to(accumulator)  # [N, V]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -95,7 +95,7 @@ def full_log_probs(
 
 
 def _loss_from(log_probs: LogProbs, per_token: bool = False) -> Loss:
-    """Return the loss of a candidate that only computes log-probs."""
+    """Make the loss of a candidate that only computes log-probs."""
 
     def loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
         token_log_probs = log_probs(hidden.flatten(0, 1), weight, w.target_ids.flatten(), w.softcap)
@@ -116,7 +116,7 @@ def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: flo
 
 
 def ours_at(budget: float, name: str, cache_mib: int = 0) -> Candidate:
-    """Return the candidate that runs our fused loss with this gradient budget and cache."""
+    """The candidate that runs our fused loss with this gradient budget and cache."""
     loss = partial(_our_loss, budget=budget, cache_mib=cache_mib)
     return Candidate(name, "ours", _our_log_probs, loss, "gspo-kernels", budget=budget)
 

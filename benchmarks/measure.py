@@ -1,7 +1,7 @@
 """Measure times in interleaved rounds, measure peak memory in a new process, and write results to a JSON file.
 
-Times on a CPU are comparable only within one run. So each round runs every candidate once: what slows the machine for
-a whole round slows all candidates alike.
+Times on a CPU are comparable only within one run. So each round runs every candidate once: if something slows the
+machine for a whole round, it slows all candidates alike.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONGEST_RECORD = 800  # most characters of a nested container on one line
 
 
 def about(device: torch.device) -> Record:
-    """Return the header of a JSON file: date, commit, machine and versions."""
+    """The header of a JSON file: date, commit, machine and versions."""
     now = _checkout()
     memory = _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
     machine: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": memory >> 30}
@@ -52,7 +52,7 @@ def about(device: torch.device) -> Record:
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
+    """Version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -60,7 +60,7 @@ def version(package: str) -> str | None:
 
 
 def destination(suite: str, device: torch.device, path: Path | None, trial: bool = False) -> Path:
-    """Return `path`, or if None the file <suite>-<cpu or GPU>.json in benchmarks/results/ (a trial: runs/trials/).
+    """`path` or, if it is None, the file <suite>-<cpu or GPU>.json in benchmarks/results/ (for a trial, runs/trials/).
 
     Exit with a line on stderr if the folder is not writable, or if the file exists and holds no results.
     """
@@ -77,7 +77,7 @@ def destination(suite: str, device: torch.device, path: Path | None, trial: bool
 
 
 def results_in(path: Path) -> Record:
-    """Return the results that an earlier run wrote to the file, or {} if there is no file."""
+    """Read the results that an earlier run wrote to the file; {} if there is no file."""
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
@@ -97,7 +97,7 @@ def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:
-    """Return `value` for JSON: floats rounded to `digits` significant digits, and None for NaN and infinity."""
+    """Prepare a value for JSON: round floats to `digits` significant digits, and replace NaN and infinity by None."""
     rounded: Callable[[str], float] = lambda text: float(f"{float(text):.{digits}g}")  # noqa: E731
     return json.loads(json.dumps(value), parse_float=rounded, parse_constant=lambda _: None)
 
@@ -118,7 +118,7 @@ def formatted(value: Any, indent: str = "") -> str:
 def interleaved(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, tick: Tick = lambda what: None
 ) -> dict[str, list[float]]:
-    """Return the seconds of the timed runs by name. Before each run, call `tick` with the run's name and round."""
+    """Time runs in interleaved rounds: seconds by name. Before each run, call `tick` with the run's name and round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn, name in turns(list(runs), rounds):
         tick(f"{name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}")
@@ -137,13 +137,13 @@ def turns(names: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
 
 
 def over(seconds: list[float], base: list[float]) -> Record:
-    """Return median, 20th and 80th percentile of seconds / base. Each ratio compares two runs of the same round."""
+    """Median, 20th and 80th percentile of seconds / base. Each ratio compares two runs of the same round."""
     ratios = spread([a / b for a, b in zip(seconds, base, strict=True)])
     return {"ratio": ratios["seconds"], "p20": ratios["p20"], "p80": ratios["p80"]}
 
 
 def spread(seconds: list[float]) -> Record:
-    """Return median, 20th and 80th percentile (by linear interpolation) and the number of runs."""
+    """Median, 20th and 80th percentile (by linear interpolation), and the number of runs."""
     fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds
     return {"seconds": statistics.median(seconds), "p20": fifths[0], "p80": fifths[-1], "runs": len(seconds)}
 
@@ -159,7 +159,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the peak memory of a run minus the memory in use before it. Call this in a new process.
+    """Measure the peak memory of a run minus the memory in use before it. Call this in a new process.
 
     On CUDA, count the memory of torch's allocator; on a CPU, count resident memory.
     """
@@ -206,13 +206,13 @@ _OUT_OF_MEMORY = 77  # exit status
 
 
 def no_room(error: Exception) -> bool:
-    """Return whether an error means that memory ran out. Each of torch's allocators has its own message."""
+    """True if an error means that memory ran out. Each of torch's allocators has its own message."""
     pattern = "out of memory|not enough memory|can't allocate memory"
     return isinstance(error, MemoryError) or bool(re.search(pattern, str(error), re.IGNORECASE))
 
 
 def _error_in(stderr: str) -> str:
-    """Return the line of a traceback that names the error. Some packages print advice after it."""
+    """Find the line of a traceback that names the error. Some packages print advice after it."""
     lines = [line for line in stderr.splitlines() if line.strip()] or ["no error message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
 
@@ -241,12 +241,12 @@ def stop_before_swapping() -> None:
 
 
 def _kib(path: Path, name: str) -> int:
-    """Return an entry of a file such as /proc/meminfo, in KiB."""
+    """An entry of a file such as /proc/meminfo, in KiB."""
     return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
 
 
 def _cpu() -> str:
-    """Return the processor's name, with "(bf16)" if it multiplies bf16 natively."""
+    """The processor's name, with "(bf16)" if it multiplies bf16 natively."""
     name = platform.processor() or platform.machine()
     flags = ""
     if sys.platform == "linux":
@@ -257,14 +257,14 @@ def _cpu() -> str:
 
 
 def _checkout() -> tuple[str, bool]:
-    """Return the clone's commit, and whether sources differ from it. Outside of a clone, return ("", False)."""
+    """The clone's commit, and whether sources differ from it; ("", False) outside of a clone."""
     if Path(_git("rev-parse", "--show-toplevel") or "/") != ROOT:  # an installed package, or another repository
         return "", False
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "*.py", "*.toml", "Makefile"))
 
 
 def _git(*arguments: str) -> str:
-    """Return what git prints; "" if it fails or is not installed."""
+    """Run git and return its output; "" if it fails or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
     except FileNotFoundError:

@@ -29,9 +29,9 @@ def make(
     rows: int, width: int, vocab: int, tail: float = 1e-5, peaked: bool = True, softcap: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Policy:  # fmt: skip  # related arguments share a line
-    """Return a policy. With `peaked=False`, head and hidden states are random and logits have standard deviation 1.
+    """Make a policy. With `peaked=False`, head and hidden states are random and logits have standard deviation 1.
 
-    The chosen logits are those after the soft-cap. So the soft-cap must be above the largest, about log(vocab / tail).
+    The chosen logits are logits after the soft-cap. So the soft-cap must exceed the largest, about log(vocab / tail).
     """
     rng = torch.Generator(device).manual_seed(0)
     with torch.device(device):
@@ -44,7 +44,7 @@ def make(
 
 
 def _peaked_states(rows: int, weight: Tensor, tail: float, softcap: float | None, rng: torch.Generator) -> Tensor:
-    """Return hidden states [rows, H]."""
+    """Make the hidden states of a peaked policy, [rows, H]."""
     vocab, width = weight.shape
     # If the first candidate has the logit `top`, the logits of other ids are distributed as N(0, top^2 / width). Their
     # probability relative to this candidate's is vocab * exp(top^2 / (2 width) - top), which has to be `tail`.
@@ -64,7 +64,7 @@ def _peaked_states(rows: int, weight: Tensor, tail: float, softcap: float | None
 
 
 def _states_with_logits(candidates: Tensor, logits: Tensor) -> Tensor:
-    """Return hidden states [n, H] that give vectors [n, CANDIDATES, H] the logits [n, CANDIDATES]."""
+    """Solve for hidden states [n, H] that give the vectors [n, CANDIDATES, H] the logits [n, CANDIDATES]."""
     gram = candidates @ candidates.mT + 1e-3 * torch.eye(CANDIDATES)  # not singular if a row has an id twice
     return (candidates * torch.linalg.solve(gram, logits[..., None])).sum(1)
 

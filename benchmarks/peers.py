@@ -1,7 +1,7 @@
 """Call other packages as trainers call them. Each package is imported when it is first measured.
 
-All functions but `liger_loss` take hidden [N, H], weight [V, H], ids [N] and a soft-cap, and return log-probs [N].
-Those of Liger's GRPO loss, verl and PyTorch ignore the soft-cap; they are not measured on heads that have one.
+All functions except `liger_loss` take hidden [N, H], weight [V, H], ids [N] and a soft-cap, and return log-probs [N].
+The functions for Liger's GRPO loss, verl and PyTorch ignore the soft-cap. They are not measured on heads that have one.
 """
 
 from __future__ import annotations

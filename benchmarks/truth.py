@@ -73,7 +73,7 @@ def truth(w: Workload, per_token: bool = False) -> Truth:
 
 
 def errors(result: Result, true: Truth) -> Errors:
-    """Return the errors of a candidate's loss and gradients."""
+    """Compare a candidate's loss and gradients with the true ones."""
     relative, scales = [], []
     for gradient, exact in ((result[1], true.d_hidden), (result[2], true.d_weight)):
         if gradient.shape != exact.shape:
@@ -86,7 +86,7 @@ def errors(result: Result, true: Truth) -> Errors:
 
 
 def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Return |gradient - exact|^2 and gradient . exact. Compute them in chunks of rows, to save float64 memory."""
+    """Compute |gradient - exact|^2 and gradient . exact, in chunks of rows to save float64 memory."""
     square = along = 0.0
     for x, y in zip(gradient.flatten(0, -2).split(8192), exact.flatten(0, -2).split(8192), strict=True):
         x = x.double()
@@ -96,19 +96,19 @@ def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def sizes(result: Result) -> Sizes:
-    """Return the loss and the norms of both gradients, for `differ` to compare with another result."""
+    """The loss and the norms of both gradients, for `differ` to compare with another result."""
     loss, d_hidden, d_weight = result
     norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
     return loss.item(), *norms
 
 
 def differ(a: Sizes, b: Sizes) -> bool:
-    """Return whether the sizes of two results differ by more than rounding explains."""
+    """True if the sizes of two results differ by more than rounding explains."""
     return not all(abs(x - y) <= most for x, y, most in zip(a, b, (LOSS, SCALE * b[1], SCALE * b[2]), strict=True))
 
 
 def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
-    """Return what is wrong with a candidate, or None if it is right.
+    """The fault of a candidate, or None if it is right.
 
     A gradient budget bounds the share of the L1 mass of d_logits that is left out. It does not bound the error of the
     gradients, which can be several times larger. So ten times the budget is added to the limits for gradients.

@@ -88,7 +88,7 @@ class Workload(NamedTuple):
 
     @property
     def products(self) -> float:
-        """Return the operations of one matrix pass: 2 N H V."""
+        """Operations of one matrix pass, 2 N H V."""
         return 2.0 * self.rows * self.weight.numel()
 
 
@@ -106,7 +106,7 @@ class Counts(NamedTuple):
 
 
 def counts(tokens: int, scenario: str) -> Counts:
-    """Return the number of sequences, how many of them have advantage 0, and how many are clipped."""
+    """Count the sequences of a batch, those with advantage 0, and those that are clipped."""
     shares = SCENARIOS[scenario]
     if shares.long:
         return Counts(2, 0, 0)
@@ -116,7 +116,7 @@ def counts(tokens: int, scenario: str) -> Counts:
 
 
 def make(spec: Spec, **policy: Any) -> Workload:
-    """Return the batch of a spec. It is equal on all devices of a kind. `policy` holds arguments of `peaked.make`."""
+    """Make the batch of a spec, the same on all devices of a kind. `policy` holds arguments of `peaked.make`."""
     scenario = SCENARIOS[spec.scenario]
     count, zero, clipped = counts(spec.tokens, spec.scenario)
     length = spec.tokens // count
@@ -130,7 +130,7 @@ def make(spec: Spec, **policy: Any) -> Workload:
 def batch(
     policy: peaked.Policy, count: int, zero: int, clipped: int, kl: bool = False, dtype: torch.dtype = torch.float32
 ) -> Workload:
-    """Return `count` sequences of equal length with the advantages and log-ratios of `roles`."""
+    """Make `count` sequences of equal length with the advantages and log-ratios of `roles`."""
     advantages, log_ratio = roles(count, zero, clipped)
     device = policy.hidden.device
     rng = torch.Generator().manual_seed(1)
@@ -147,7 +147,7 @@ def batch(
 
 
 def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
-    """Return advantages [S] and log-ratios [S]. The first `zero` have advantage 0, the next `clipped` are clipped.
+    """Make advantages [S] and log-ratios [S]: `zero` sequences with advantage 0, then `clipped` clipped ones.
 
     Advantages other than 0 alternate in sign, and their absolute values are from 0.5 to 1.5.
     """

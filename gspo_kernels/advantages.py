@@ -204,7 +204,7 @@ class RunningMoments:
 
     @property
     def std(self) -> Tensor:
-        """Return the sample standard deviation, []; 0 for a single reward."""
+        """Sample standard deviation of all rewards so far, []; 0 for a single reward."""
         assert self.count is not None and self.variance is not None, "no rewards yet: call update first"
         return (self.variance * self.count / (self.count - 1).clamp(min=1)).sqrt()
 

@@ -93,9 +93,9 @@ def gspo_fused_loss(
         gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
             leave out, in [0, 1). 0 is exact. Otherwise rows are sorted by this mass, which the forward already knows,
             and the lightest cells are left out as long as their total mass stays within the budget. A cell is a block
-            of rows times a range of columns: 128 x 168 on a CPU, usually 128 x 256 with Triton. None is left
-            out unless that saves time, which takes about a fifth of the cells on a CPU, or half of them on a GPU. The
-            error is a bias, not noise. It affects the rows where the policy is most certain and the vocabulary entries
+            of rows times a range of columns: 128 x 168 on a CPU, usually 128 x 256 with Triton. Cells are left
+            out only if that saves time: on a CPU at about a fifth of the cells, on a GPU at half of them. The error is
+            a bias, not noise. It affects the rows where the policy is most certain and the vocabulary entries
             that the policy finds least likely. The budget does not bound the error of d_hidden or d_weight
             (docs/benchmarks.md). It cannot be combined with objective.entropy_coef, because the mass does not bound the
             gradient of the entropy. The Triton backend leaves nothing out for a head with a bias or an adapter. No

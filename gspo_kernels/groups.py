@@ -56,20 +56,20 @@ class Groups:
         return x[self.group]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum one value per reward, [B], over each group; [B]."""
+        """Sum `x`, one value per reward [B], over each group: one sum per group, padded to [B]."""
         return segment_sum(x[self.order], self.offsets)
 
     def centred(self) -> Tensor:
-        """Return rewards minus the mean of their group, [B]; exactly 0 in a group of equal rewards."""
+        """Subtract the mean of its group from each reward, [B]. The result is exactly 0 in a group of equal rewards."""
         # Compare the rewards, because the mean of equal rewards may be rounded, and subtracting it may not give 0.
         smallest, largest = self._extremes()
         mean = self.sum(self.rewards) / self.counts.clamp(min=1)
         return torch.where(smallest == largest, 0, self.rewards - self.per_reward(mean))
 
     def variance_of_others(self, ddof: int) -> Tensor:
-        """Return the variance of the other rewards in each reward's group, [B], with divisor n - 1 - ddof.
+        """Variance of the other rewards in each reward's group, [B], with divisor n - 1 - ddof.
 
-        It is exactly 0 if the other rewards are equal, and if there are none.
+        Exactly 0 if the other rewards are equal or there are none.
         """
         n = self.per_reward(self.counts)
         smallest, largest = self._extremes()
@@ -85,10 +85,10 @@ class Groups:
         return torch.where(others_are_equal, 0, variance)
 
     def _squares_without_one(self) -> Tensor:
-        """Return the sum of squares of the other rewards around their mean, [B], by subtraction from the group's sum.
+        """Sum the squares of the other rewards around their mean, [B], by subtraction from the group's sum.
 
-        This is inaccurate for a reward that is far from all others, because it has nearly all of the group's sum. Only
-        a reward that is the only smallest or the only largest one can be so far away.
+        This is inaccurate for a reward that is far from all others, because it contributes nearly all of the group's
+        sum. Only the single smallest or the single largest reward of a group can be that far away.
         """
         n = self.per_reward(self.counts)
         centred = self.rewards - self.per_reward(self.sum(self.rewards)) / n
@@ -96,13 +96,13 @@ class Groups:
         return self.per_reward(self.sum(centred.square())) - centred.square() * n / (n - 1).clamp(min=1)
 
     def _squares(self, included: Tensor) -> Tensor:
-        """Return the sum of squares of the included rewards of each reward's group around their mean, [B]."""
+        """Sum the squares of the included rewards around their mean, in each reward's group, [B]."""
         count = self.per_reward(self.sum(included.double())).clamp(min=1)
         mean = self.per_reward(self.sum(torch.where(included, self.rewards, 0))) / count
         return self.per_reward(self.sum(torch.where(included, self.rewards - mean, 0).square()))
 
     def _extremes(self) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest reward of each reward's group, [B] each."""
+        """The smallest and the largest reward in each reward's group, [B] each."""
         x = self.rewards[self.order]
         smallest = torch.segment_reduce(x, "min", offsets=self.offsets, initial=float("inf"))
         largest = torch.segment_reduce(x, "max", offsets=self.offsets, initial=float("-inf"))
@@ -120,7 +120,7 @@ def checked_rewards(check: TensorChecks, rewards: Any, batch: int | None = None)
 
 
 def finite(check: TensorChecks, name: str, x: Tensor, expected: str, where: Tensor | None = None) -> Tensor:
-    """Check that `x` is finite (if `where` is given, only there). Return it with inf replaced by NaN."""
+    """Check that `x` is finite, or only `where` is True. Return it with inf replaced by NaN there."""
     wrong = ~x.isfinite() if where is None else where & ~x.isfinite()
     check.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
     return torch.where(wrong, torch.nan, x)
@@ -137,7 +137,7 @@ def per_token(check: TensorChecks, name: str, x: Any, unmasked: Tensor) -> Tenso
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:
-    """Return the variance of all values in fp64, [], with divisor count - ddof. It is exactly 0 if they are equal."""
+    """Variance of all values in fp64, [], with divisor count - ddof; exactly 0 if they are equal."""
     if x.numel() == 0:
         return x.new_zeros(())
     variance = (x - x.mean()).square().sum() / max(x.numel() - ddof, 1)
@@ -145,6 +145,6 @@ def variance_of(x: Tensor, ddof: int) -> Tensor:
 
 
 def over_deviation(x: Tensor, std: Tensor, eps: float) -> Tensor:
-    """Return x / (std + eps), or x where the standard deviation is 0."""
+    """Divide x by std + eps, except where the standard deviation is 0."""
     # With std = 0, dividing by an eps of 1e-6 would multiply x by 1e6.
     return torch.where((x == 0) | (std == 0), x, x / torch.where(std == 0, 1, std + eps))

@@ -41,7 +41,7 @@ class Layout:
         return x[self.sequence_of_row()] if x.shape[0] == self.sequences else x
 
     def sequence_of_row(self) -> Tensor:
-        """Return the index of each row's sequence, [N] int64."""
+        """Index of each row's sequence, [N] int64."""
         return sequence_of_row(self.offsets, self.rows)
 
 
@@ -68,7 +68,7 @@ def packed_layout(rows: int, cu_seqlens: Tensor) -> Layout:
 
 
 def sequence_of_row(offsets: Tensor, rows: int) -> Tensor:
-    """Return the index of each row's sequence, [N] int64, from offsets [S + 1]."""
+    """Index of each row's sequence, [N] int64, from offsets [S + 1]."""
     row = torch.arange(rows, device=offsets.device)
     return torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=max(offsets.shape[0] - 2, 0))
 
@@ -84,5 +84,5 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of logits, log-probs, ratios and loss: fp64 for fp64 hidden states, else fp32."""
+    """The dtype of logits, log-probs, ratios and loss: fp64 for fp64 hidden states, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

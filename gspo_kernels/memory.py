@@ -1,4 +1,4 @@
-"""What a batch takes: an upper bound on memory, what `cache_mib` saves, and collectives. No batch is allocated.
+"""The cost of a batch: an upper bound on memory, what `cache_mib` saves, and collectives. Nothing is allocated.
 
 With several ranks, all numbers are for one rank. `gspo doctor --memory`, `gspo train --dry-run` and the tables in
 docs/scale.md come from these functions.
@@ -103,7 +103,7 @@ class Batch(NamedTuple):
 
 
 def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
-    """Compute the bound for a head without bias or adapter, if hidden states and head both need gradients."""
+    """Compute the bound for a head without bias or adapter. Hidden states and head both need gradients."""
     rows, width = head.hidden.shape
     item = head.hidden.dtype.itemsize
     wide = max(item, 4)
@@ -119,7 +119,7 @@ def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
 
 
 def _tile_width(head: HeadRows, backend: str) -> int:
-    """Return the width of the forward's vocabulary tiles, in columns."""
+    """Width of the forward's vocabulary tiles, in columns."""
     if backend == "torch":
         from .backends.torch.tiles import tiling
 
@@ -130,7 +130,7 @@ def _tile_width(head: HeadRows, backend: str) -> int:
 
 
 def _tile_table(head: HeadRows, backend: str) -> int:
-    """Return an upper bound on the size of the table of tile results, in bytes."""
+    """Upper bound on the size of the table of tile results, in bytes."""
     width = _tile_width(head, backend)
     rows = _gathered_rows(head, backend)
     numbers = 3 if head.entropy else 2
@@ -143,7 +143,7 @@ def _tile_table(head: HeadRows, backend: str) -> int:
 
 
 def _gathered_rows(head: HeadRows, backend: str) -> int:
-    """Return the number of rows in the table of tile results. The torch backend pads it to full tiles."""
+    """Number of rows in the table of tile results. The torch backend pads it to full tiles."""
     if backend == "triton":
         return head.hidden.shape[0]
     from .backends.torch.tiles import tiling
@@ -153,7 +153,7 @@ def _gathered_rows(head: HeadRows, backend: str) -> int:
 
 
 def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False) -> list[Collective]:
-    """List the collectives of forward and backward, if hidden states need a gradient and all rows are unmasked.
+    """List the collectives of forward and backward. Hidden states need a gradient, and all rows are unmasked.
 
     Args:
         head: the head of one rank.
@@ -179,10 +179,10 @@ def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False)
 
 
 def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
-    """Return a lower bound on per-rank memory traffic, in bytes, that does not shrink with more ranks.
+    """Lower bound on the per-rank memory traffic, in bytes, that does not shrink with more ranks.
 
-    All rows have a gradient. Matrix products are not included, because they shrink with the number of ranks. About 50
-    bytes per row, for the loss and for the selection of rows with a gradient, are not included either.
+    All rows have a gradient. Two parts are left out: matrix products, which shrink with the number of ranks, and about
+    50 bytes per row for the loss and for the selection of rows with a gradient.
     """
     rows, width = head.hidden.shape
     item = head.hidden.dtype.itemsize
@@ -198,12 +198,12 @@ def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
 
 
 def shards_are_aligned(head: HeadRows, backend: str) -> bool:
-    """Return whether every shard begins at a tile, so that log-probs have the bits of a single process."""
+    """True if every shard begins at a tile. Log-probs then have the same bits as in a single process."""
     return not head.shard or shard_of(head.shard).rows % _tile_width(head, backend) == 0
 
 
 def full_cache_mib(head: HeadRows, backend: str) -> int:
-    """Return the smallest `cache_mib` that holds the exponentials of all rows."""
+    """The smallest `cache_mib` that holds the exponentials of all rows."""
     kernels = dispatch.implementation(backend)
     n = head.hidden.shape[0]
     # Padding adds fewer than 65,536 rows and 65,536 columns.
@@ -212,7 +212,7 @@ def full_cache_mib(head: HeadRows, backend: str) -> int:
 
 
 def passes(kept_rows: float) -> tuple[float, float]:
-    """Return the passes of a dense step and of an RL-like step, if a share `kept_rows` of all rows fits the cache.
+    """Count the passes of a dense step and of an RL-like step, if a share `kept_rows` of all rows fits the cache.
 
     The forward is one pass. The backward takes two for each live row, and a third if its logits are recomputed.
     """
@@ -221,7 +221,7 @@ def passes(kept_rows: float) -> tuple[float, float]:
 
 
 def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
-    """Compute passes and peak for a cache of `cache_mib`, of which at most `full_mib` (all rows) is used."""
+    """Compute the passes and the peak memory of a step with `cache_mib`. A cache for all rows takes `full_mib`."""
     n = head.hidden.shape[0]
     kept = min(dispatch.implementation(backend).cache_rows(head, cache_mib * MIB), n) / n
     most = min(cache_mib, full_mib)
@@ -229,13 +229,13 @@ def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
 
 
 def sizes(head: HeadRows, backend: str) -> list[Size]:
-    """Compute passes and peak for several caches, from no cache to a cache for all rows."""
+    """Compute passes and peak memory for several cache sizes, from no cache to a cache for all rows."""
     full = full_cache_mib(head, backend)
     return [size(head, backend, mib, full) for mib in sorted({math.ceil(share * full) for share in SHARES})]
 
 
 def default_cache_mib(device: torch.device, architecture: str | None) -> tuple[int | None, str]:
-    """Return the default of `cache_mib` and its source. The default is None if it depends on a GPU that is absent."""
+    """The default of `cache_mib`, and where it comes from. It is None if it depends on a GPU that is absent."""
     mib = cache_variable()
     if mib is not None:
         return mib, "GSPO_CACHE_MIB"

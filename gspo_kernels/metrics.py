@@ -61,8 +61,9 @@ DIVISORS = {
 def combine(parts: Iterable[Mapping[str, Tensor]], group: Any = None) -> dict[str, Tensor]:
     """Combine metrics of micro-batches, and of the ranks of a group, into the metrics of one undivided batch.
 
-    The mean over micro-batches is wrong if they have different numbers of tokens or sequences. This function weights
-    each metric by the number of tokens, sequences, ... over which it is a mean. The host does not wait for the device.
+    A plain mean over micro-batches is wrong if their numbers of tokens or sequences differ. This function weights each
+    metric by the number of values (tokens, sequences, ratios) over which it is a mean. The host does not wait for the
+    device.
 
     Losses are not among the metrics. If all parts have the same `normalizer`, their losses add up.
 
@@ -72,7 +73,8 @@ def combine(parts: Iterable[Mapping[str, Tensor]], group: Any = None) -> dict[st
         group: process group or one-dimensional DeviceMesh whose ranks have different sequences. Every rank calls this
             function with at least one part, and gets the metrics of all ranks, by one all-gather of a few fp64 numbers.
             The ranks of a tp_group or cp_group have equal metrics, so `group` should contain only one of them. If it
-            contains all, numbers of tokens and sequences are too large; all else is right. None: this process only.
+            contains all of them, the counts of tokens and sequences are too large, but everything else is right.
+            None: this process only.
 
     Returns:
         Metrics with the keys of the parts, 0-dim fp64 tensors ("invalid" is int64). With a gradient budget, each
@@ -133,7 +135,7 @@ def _names(check: TensorChecks, parts: Sequence[Mapping[str, Tensor]]) -> list[s
 
 
 def _divisor(name: str) -> str | None:
-    """Return the metric by which `combine` weights a mean or an extreme. None for other metrics and unknown names."""
+    """The metric by which `combine` weights a mean or an extreme. None for other metrics and unknown names."""
     name = name.removeprefix("rollout_")  # the prefix in `LossOutput.metrics`
     if name.startswith("bound_share_"):  # of one of several corrections
         name = "bound_share"
@@ -141,7 +143,7 @@ def _divisor(name: str) -> str | None:
 
 
 def _components(name: str) -> tuple[str, ...]:
-    """Return the metrics from which an effective sample size is computed; () for other metrics."""
+    """The metrics from which an effective sample size is computed; () for other metrics."""
     prefix, found, _ = name.partition("effective_sample_size")
     return (f"{prefix}weight_mean", f"{prefix}weight_square_mean") if found else ()
 
@@ -187,7 +189,7 @@ def record_backward(work: Tensor, *, d_hidden: bool, d_weight: bool) -> None:
 
 
 def last_backward() -> dict[str, Tensor]:
-    """Return the metrics of the most recent backward of `linear_log_probs` in this process.
+    """The metrics of the most recent backward of `linear_log_probs` in this process.
 
     The keys are dropped_gradient_mass, live_row_share, live_tile_share, passes, gradient_mass and tokens, documented in
     `LossOutput`. The dict is empty before the first backward. Values are 0-dim fp64 tensors on the device of the

@@ -91,7 +91,7 @@ def loss_output(
 
 
 def _named_metrics(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
-    """Return the metrics by name, with "invalid", the number of invalid ids, advantages, offsets, ...
+    """Name the metrics. Add "invalid", the number of invalid ids, advantages, offsets and other values.
 
     If sequences are sharded over ranks, `values` ends with this number, summed over all ranks.
     """

@@ -176,14 +176,14 @@ def _weigh(
 
 
 def sample_size(mean: Tensor, square_mean: Tensor) -> Tensor:
-    """Return the effective sample size as a share of the number of weights, []; 0 if all weights are 0."""
+    """Effective sample size as a share of the number of weights, []; 0 if all weights are 0."""
     return torch.where(square_mean == 0, 0, mean.square() / square_mean)
 
 
 def _weight(
     layout: Layout, unmasked: Tensor, difference: Tensor, correction: RolloutCorrection
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of each row under one correction, and whether its ratio is outside the bounds, [N] each."""
+    """Compute the weight of each row under one correction, and whether its ratio is outside the bounds, [N] each."""
     low, high, level = correction.low, correction.high, correction.level
     log_weight = (
         difference if level == "token" else _reduce_sequences(difference, unmasked, layout, mean=level == "geometric")
@@ -249,7 +249,7 @@ def off_policy_mask(
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """Return rho - 1 - log rho, elementwise, where `difference` is log rho; inf for inf."""
+    """Compute rho - 1 - log rho, elementwise, where `difference` is log rho; inf for inf."""
     return torch.where(difference.isposinf(), difference, torch.expm1(difference) - difference)
 
 

@@ -63,10 +63,10 @@ class BackwardMetrics:
             self._backwards.append(latest)
 
     def take(self, group: Any = None) -> dict[str, float]:
-        """Combine the metrics of all backwards, and forget them. Return the logged ones; {} if there was no backward.
+        """Combine the metrics of all backwards, forget them, and return those that are logged; {} without a backward.
 
-        This synchronises once. The result is the same as of one backward with all tokens: see `metrics.combine`, which
-        also explains `group`.
+        This synchronises once. The result equals the metrics of one backward with all tokens: see `metrics.combine`,
+        which also explains `group`.
         """
         if not self._backwards:
             return {}

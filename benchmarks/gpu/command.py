@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> list[str]:
 
 
 def parsed() -> argparse.Namespace:
-    """Return the command line's options; exit with a line on stderr for bad ones. This makes no CUDA context."""
+    """Parse the command line, or exit with a line on stderr. This makes no CUDA context."""
     parser = parser_of("gpu", None, OUTPUT)
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -138,7 +138,7 @@ def parsed() -> argparse.Namespace:
 
 
 def planned(names: list[str], minutes: float) -> str:
-    """Return a table of the groups with estimated seconds, and what to know before the first run."""
+    """Text of --plan: a table of the groups with estimated seconds, and advice for the first run."""
     this = "python -m gspo_kernels.benchmarks gpu"
     chosen = {name: GROUPS[name] for name in names}
     lines = [f"{name:27}{x.seconds:5.0f} s, at most {x.deadline:4.0f} s: {x.what}" for name, x in chosen.items()]
@@ -161,13 +161,13 @@ def planned(names: list[str], minutes: float) -> str:
 
 
 def device_name(device: str) -> str:
-    """Return the GPU's name, "" if unknown, or cpu. Another process asks PyTorch: this one makes no CUDA context."""
+    """The GPU's name, "" if unknown, or "cpu". A child process asks PyTorch, so that this one makes no CUDA context."""
     code = "import torch; print(torch.cuda.get_device_name())"
     return "cpu" if device == "cpu" else "".join(asked(sys.executable, "-c", code, seconds=120)[0][-1:])
 
 
 def asked(*command: str, seconds: int) -> tuple[list[str], str]:
-    """Run a program. Return the lines that it prints, and why it failed, "" if it did not."""
+    """Run a program. Return the lines that it prints, and the reason if it failed, else ""."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -180,7 +180,7 @@ def asked(*command: str, seconds: int) -> tuple[list[str], str]:
 
 
 def installed() -> str:
-    """Return the versions in use, the groups' packages that are absent, and the GPU as its driver describes it."""
+    """The versions in use, the absent packages that groups need, and the GPU as its driver describes it."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
     gpus, fault = asked(*query, seconds=20) if shutil.which(query[0]) else ([], "")
     versions = ", ".join(f"{name} {number}" for name, number in about(CPU)["versions"].items())
@@ -191,7 +191,7 @@ def installed() -> str:
 
 
 def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
-    """Run a group in a new process, and kill it after `seconds`. Return what is wrong with its record, or ""."""
+    """Run a group in a new process, and kill it after `seconds`. Return the fault of its record, or ""."""
     unfinished: Record = {"measured": about(CPU), "fault": UNFINISHED, "results": []}
     save("gpu", CPU, results_in(options.output) | {name: unfinished}, options.output)
     with options.output.with_suffix(".log").open("a+", errors="replace") as log:
@@ -229,7 +229,7 @@ def followed(process: subprocess.Popen[bytes], path: str, begin: int, seconds: f
 
 
 def command_of(name: str, options: argparse.Namespace, seconds: float) -> list[str]:
-    """Return the command that runs a group in the process that executes it."""
+    """The command line of a process that runs one group."""
     command = [sys.executable, "-m", "gspo_kernels.benchmarks", "gpu", name, "--in-process"]
     command += ["--minutes", f"{seconds / 60}", "--device", options.device, "--output", str(options.output)]
     return command + ["--tiny"] * options.tiny

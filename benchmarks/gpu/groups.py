@@ -47,7 +47,7 @@ def seconds(kernels: int = 0, passes: float = 0.0, exact: float = 0.0, more: flo
 
 
 def all_groups() -> dict[str, Group]:
-    """Return the groups by name. `DEFAULT` has those that run if none is named, in order of importance."""
+    """All groups by name. `DEFAULT` lists the groups that run if none is named, in order of importance."""
     groups = {"ceilings": Group("a copy, the vendor's products", times.ceilings, seconds(passes=15 * RUNS))}
     for name, shape in SHAPES.items():
         size = shape.operations / SHAPES["A"].operations
@@ -74,7 +74,7 @@ DEFAULT = ["A", "cells-A", "rl-4k", "ceilings", "B", "C", "cells-C", "rl-8k", "p
 
 
 def missing(name: str) -> str:
-    """Return why a group cannot run on this machine, "" if it can."""
+    """The reason why a group cannot run on this machine, or ""."""
     tests = {"pytest-xdist": "xdist", "hypothesis": "hypothesis"}  # package and module
     absent = [package for package, module in tests.items() if not importlib.util.find_spec(module)]
     needs = {"profile": [] if shutil.which("ncu") else ["ncu"], "checks": absent}.get(name)
@@ -82,10 +82,10 @@ def missing(name: str) -> str:
 
 
 def gibibytes(names: list[str]) -> tuple[str, int]:
-    """Return the group that needs the most GPU memory, and its GiB, counted for naive GSPO. ("", 0): none runs it.
+    """Find the group that needs the most GPU memory, and its GiB, counted for naive GSPO. ("", 0): no group runs it.
 
-    In naive GSPO's backward, three fp32 tensors have the size of the logits. Hidden states and head are in bf16, as
-    are their gradients. The gradients that these are compared with are in float64.
+    In naive GSPO's backward, three fp32 tensors have the size of the logits. Hidden states, head and their gradients
+    are in bf16. They are compared with gradients in float64.
     """
     batches = SHAPES | {name: SHAPES["A"]._replace(rows=n) for name, n in zip(RL, FULL.tokens, strict=True)}
 
@@ -97,7 +97,7 @@ def gibibytes(names: list[str]) -> tuple[str, int]:
 
 
 def conditions(device: str, tiny: bool) -> Record:
-    """Return what a record must share with a run to be kept. `device`: the GPU's name, or cpu."""
+    """The conditions under which a record stays valid for a later run. `device`: the GPU's name, or "cpu"."""
     now = about(torch.device("cpu"))
     return {
         "commit": now["commit"],
@@ -110,7 +110,7 @@ def conditions(device: str, tiny: bool) -> Record:
 
 
 def unlike(record: Record, now: Record) -> list[str]:
-    """Return how a record's conditions differ from this run's."""
+    """Describe each difference between a record's conditions and this run's."""
     then = record["measured"].get("conditions", {})
     return [f"another {name}" for name, value in now.items() if then.get(name) != value]
 

@@ -61,7 +61,7 @@ class Setting(NamedTuple):
         return self.device.type != "cpu"
 
     def head(self, shape: Shape) -> HeadRows:
-        """Return a bf16 head that is made on the device, with every row unmasked."""
+        """Make a bf16 head on the device, with every row unmasked."""
         hidden, weight, ids, _ = peaked.make(*shape, device=self.device)
         operands = hidden.bfloat16(), weight.bfloat16(), None, None, None, ids, torch.ones_like(ids).bool()
         return HeadRows(*operands, None, 1.0, None, shape.vocab, entropy=False)
@@ -74,7 +74,7 @@ TINY = Setting(torch.device("cpu"), SMALL, (4, 1, 1), (64, 128))
 
 
 def clock(function: Step, on_gpu: bool, seconds: float = SECONDS) -> Record:
-    """Return median, 20th and 80th percentile of a function's seconds. On a GPU, CUDA events measure the time.
+    """Time a function: median, 20th and 80th percentile of its seconds. On a GPU, CUDA events measure the time.
 
     Runs repeat the same data. The timed functions read more data than the caches hold, so the caches do not help.
     """
@@ -180,7 +180,7 @@ def time_step(setting: Setting, w: Workload, tags: Record, operations: dict[str,
 
 
 def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: list[Candidate]) -> Measurement:
-    """Return the measurement of implementations: errors against float64, and times in interleaved rounds."""
+    """Make the measurement of implementations: errors against float64, and times in interleaved rounds."""
     head = Head(*setting.shapes[name][1:])
     batch = f"{scenario}, {tokens} tokens"
     spec = Spec(head, tokens, scenario, "bfloat16", str(setting.device))
@@ -223,7 +223,7 @@ def cells(setting: Setting, name: str) -> Iterator[Measurement]:
 
 
 def selected(head: HeadRows, rows: int, share: float | None, device: torch.device | str) -> LiveTiles:
-    """Return the choice of the first `rows` rows and a random share of their cells; None: all their columns."""
+    """Choose the first `rows` rows, and a random share of their cells. A share of None chooses all columns."""
     cell = forward.cell_shape(head)
     rng = torch.Generator().manual_seed(0)
     assert cell is not None
@@ -252,7 +252,7 @@ def time_kernels(setting: Setting, step: Step, tags: Record, operations: dict[st
 
 
 def replay(seen: list[Launch], on_gpu: bool) -> Step:
-    """Return a function that repeats the launches.
+    """Make a function that repeats the launches.
 
     On a GPU the function replays a captured graph, because launching a small kernel takes longer than the kernel.
     """

@@ -39,7 +39,7 @@ SECONDS = 0.1  # duration of one measurement
 
 
 def shapes(device: torch.device, kernel: str) -> list[Config]:
-    """Return shapes whose operands fit in shared memory and whose sums fit in registers, largest blocks first."""
+    """List shapes whose operands fit in shared memory and whose sums fit in registers, largest blocks first."""
     grid = itertools.product((64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5), (True, False))
     available = SHARED_MEMORY[architecture(device) or ""]
     fitting = [
@@ -53,7 +53,7 @@ def shapes(device: torch.device, kernel: str) -> list[Config]:
 
 
 def shape_text(config: dict[str, Any]) -> str:
-    """Return a block shape as text."""
+    """Format a block shape."""
     by = "descriptors" if config["descriptors"] else "pointers"
     blocks = "x".join(str(config[f"block_{axis}"]) for axis in "nvh")
     return f"{blocks} {config['warps']}w {config['stages']}s group {config['group']} {by}"
@@ -87,7 +87,7 @@ def tune(setting: Setting, kernel: str, width: int) -> Iterator[Measurement]:
 
 
 def ranked(records: list[Record]) -> list[Record]:
-    """Return the records of block shapes that work, fastest first."""
+    """Sort the records of block shapes that work, fastest first."""
     return sorted((r for r in records if "config" in r and not r["failure"]), key=lambda r: r["seconds"])
 
 
@@ -106,7 +106,7 @@ class KernelBench:
         self.records: list[Record] = []
 
     def run(self, head: HeadRows, result: HeadResult, d_log_probs: Tensor) -> tuple[Tensor, list[Launch]]:
-        """Return the kernel's result and its launches. With meta tensors, launches are only recorded."""
+        """Compute the kernel's result, and record its launches. With meta tensors, launches are only recorded."""
         needs = BOTH._replace(hidden=self.kernel != "weight_product", weight=self.kernel == "weight_product")
         place = "cpu" if d_log_probs.is_meta else self.device  # the host reads the number of cells
         choice = selected(head, len(d_log_probs), SHARE, place) if self.kernel in PRODUCTS else None
@@ -120,7 +120,7 @@ class KernelBench:
         return out, [x for x in seen if x.kernel.__name__ == self.kernel]
 
     def measure(self, configs: list[Config]) -> list[Record]:
-        """Return a record per shape."""
+        """Compile and time shapes: one record per shape."""
         if self.on_gpu:
             self._compile(configs)
         records = [{"what": self.kernel, "config": asdict(config), **self._measure(config)} for config in configs]
@@ -143,7 +143,7 @@ class KernelBench:
             list(pool.map(compile_one, first))
 
     def _measure(self, config: Config) -> Record:
-        """Return times, and a failure if it raises or its result is too far from the tuned shape's."""
+        """Time one shape. The record names a failure if it raises or its result is too far from the tuned shape's."""
         try:
             with forced(config, self.kernel):
                 out, seen = self.run(*self.inputs)

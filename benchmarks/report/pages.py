@@ -35,7 +35,7 @@ NO_GPU = "**Nothing here was measured on a GPU.** "
 
 
 def files(suite: str) -> list[Path]:
-    """Return the JSON files of a suite, the CPU's first. If there are none, exit with a message."""
+    """The JSON files of a suite, the CPU's first. If there are none, exit with a message."""
     paths = sorted(RESULTS.glob(f"{suite}-*.json"), key=lambda path: (not path.stem.endswith("-cpu"), path))
     return paths or sys.exit(f"{RESULTS}: expected {suite}-cpu.json, found no results of {suite}")
 
@@ -54,7 +54,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def texts() -> dict[Path, str]:
-    """Return the new texts of the pages that this module writes, by path."""
+    """The new texts of the pages that this module writes, by path."""
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
@@ -78,7 +78,7 @@ def with_block(text: str, block: str) -> str:
 
 
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
-    """Return the values of the placeholders in a suite's section, from one JSON file."""
+    """The values of the placeholders in a suite's section, from one JSON file."""
     with naming(path):
         measured = load(path)
         gpu = measured["machine"].get("gpu")
@@ -89,12 +89,12 @@ def fields_of(suite: str, path: Path) -> dict[str, Any]:
 
 
 def parts(results: Results) -> dict[str, Results]:
-    """Return the parts of a suite's results that were measured separately, each with a header "measured"."""
+    """The parts of a suite's results that were measured separately, each with a header "measured"."""
     return {name: part for name, part in results.items() if isinstance(part, dict) and "measured" in part}
 
 
 def figures_by_name() -> dict[str, tuple[list[Path], Draw]]:
-    """Return the JSON files and the drawing function of every figure."""
+    """Every figure's JSON files and drawing function."""
     from . import figures  # matplotlib takes a second to import
 
     of_suites = {path.stem: ([path], draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
@@ -106,7 +106,7 @@ def digest(sources: list[Path]) -> str:
 
 
 def stale_figures() -> list[str]:
-    """Return the names of figures that are absent or were drawn from other contents of their JSON files."""
+    """Names of figures that are absent, or were drawn before their JSON files changed."""
     from PIL import Image
 
     def drawn_from(name: str) -> str | None:
@@ -117,7 +117,7 @@ def stale_figures() -> list[str]:
 
 
 def stale() -> list[str]:
-    """Return the pages and figures that do not agree with the JSON files."""
+    """The pages and figures that do not agree with the JSON files."""
     pages = [path.name for path, text in texts().items() if path.read_text() != text]
     return pages + [f"docs/figures/{name}.png" for name in stale_figures()]
 

@@ -40,14 +40,14 @@ BLOCK = re.compile(r"(<!-- counted: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def page() -> str:
-    """Return the text of docs/scale.md with new tables."""
+    """The text of docs/scale.md with new tables."""
     with FakeTensorMode(), assume(ARCHITECTURE):
         tables = {"parts": parts(), "totals": totals(), "limits": limits()}
     return BLOCK.sub(lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}", PAGE.read_text())
 
 
 def parts() -> str:
-    """Return memory and collectives by TP, without CP, and without a cache except in the column of its size."""
+    """Memory and collectives by TP, without CP. Only the column of the cache's size assumes a cache."""
     header = ["model", "TP", "rows", "head", "hidden", "gradients", "copies", "table", "at most", "full cache"]
     header += ["all-gather", "with entropies", "all-reduce", "same bits"]
     rows = []
@@ -66,7 +66,7 @@ def parts() -> str:
 
 
 def totals() -> str:
-    """Return the bound of memory by TP and CP."""
+    """The memory bound by TP and CP."""
     rows = []
     for name, (width, vocab) in MODELS.items():
         for tp in TP:
@@ -78,7 +78,7 @@ def totals() -> str:
 
 
 def limits() -> str:
-    """Return what shrinks with TP and what does not, and the TP at which both take equally long."""
+    """Split the time into what shrinks with TP and what does not. Add the TP at which both take equally long."""
     header = ["model", "TP", "TFLOP", "received", "traffic", "operations per byte"]
     header += [f"share, {link}" for link in LINKS]
     rows = []
@@ -97,14 +97,14 @@ def limits() -> str:
 
 
 def share(operations: float, received: float, traffic: float, link: float) -> float:
-    """Return the share of a step's time that does not shrink with TP, at the published rates and without overlap."""
+    """Share of a step's time that does not shrink with TP, at the published rates and without overlap."""
     products = operations / PEAK
     others = received / (link * 1e9) + traffic / BANDWIDTH
     return others / (products + others)
 
 
 def crossing(width: int, vocab: int, link: float) -> int:
-    """Return the TP at which what does not shrink takes as long as the products; V is not padded."""
+    """The TP at which the part that does not shrink takes as long as the products. V is not padded."""
     head = Batch(TOKENS, width, vocab, TP[-1]).head(torch.bfloat16)
     traffic = memory.unsharded_traffic(head, "triton")
     # With many ranks, each receives the results of all tiles, a quarter of the table's traffic, and twice its d_hidden.

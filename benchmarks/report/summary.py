@@ -29,17 +29,17 @@ README_ROWS = {
     OURS: "**TRL 1.16 with gspo_kernels**",
     CACHED: "**TRL 1.16 with gspo_kernels**, cache on",
 }
-SAME_LOG_PROBS = {BUDGET: OURS, CACHED: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> an equal one
+SAME_LOG_PROBS = {BUDGET: OURS, CACHED: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> its equal
 SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # in float32 it casts nothing
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # in the order of the README's columns
-OTHER_LOSS = "naive GRPO"  # not compared, because its loss is another
+OTHER_LOSS = "naive GRPO"  # not compared, because it computes a different loss
 LENGTH = 1024  # tokens per sequence, for wrong clip decisions
 LIMIT = 0.01  # upper end of the 95 % interval of wrong decisions, for an implementation that counts as precise
 Values = dict[str, float]
 
 
 def run_of(first: Results, scenario: str, dtype: str = "float32") -> Results:
-    """Return the timed run of the scenario. Of several, return the run with the most tokens."""
+    """Find the timed run of the scenario; of several, the run with the most tokens."""
     runs = first["step"]["time"]["runs"]
     kind = (scenario, dtype)
     return max((r for r in runs if (r["on"]["scenario"], r["on"]["dtype"]) == kind), key=lambda r: r["on"]["tokens"])
@@ -54,7 +54,7 @@ def peaks(records: list[Results]) -> Values:
 
 
 def wrong_decisions(fidelity: Results) -> Values:
-    """Return the percentage of wrong clip decisions by implementation, for the synthetic policy."""
+    """Percentage of wrong clip decisions by implementation, for the synthetic policy."""
     study = fidelity["sets"]["synthetic"]
     at = study["lengths"].index(LENGTH)
     wrong = {record["name"]: 100 * record["wrong"][at] for record in study["implementations"]}
@@ -67,7 +67,7 @@ def best_other(values: Values, *without: str) -> str:
 
 
 def helps(first: Results) -> str:
-    """Return the table "Where it helps"."""
+    """The table "Where it helps"."""
     rl_like = run_of(first, "rl-like")
     large = max(first["step"]["memory"]["points"], key=lambda point: point["tokens"])
     comparisons: list[tuple[str, Values, str]] = [
@@ -88,7 +88,7 @@ def helps(first: Results) -> str:
 
 
 def loses(first: Results) -> str:
-    """Return the table "Where we lose": measurements in which another candidate takes less time or memory than ours."""
+    """The table "Where we lose": measurements in which another candidate takes less time or memory than ours."""
     comparisons: list[tuple[str, Values, str]] = []
     for run in first["step"]["time"]["runs"] + first["vocab"]["runs"]:
         on = run["on"]
@@ -108,7 +108,7 @@ def loses(first: Results) -> str:
 
 
 def tolerance(fidelity: Results) -> str:
-    """Say for which implementations the paper's claim holds that sequence likelihoods tolerate imprecise log-probs."""
+    """Say which implementations support the paper's claim that sequence likelihoods tolerate imprecise log-probs."""
     exact: dict[bool, list[str]] = {True: [], False: []}
     for record in fidelity["sets"]["synthetic"]["implementations"]:
         exact[max(high for _, high in record["95 %"]) < LIMIT].append(shown(record["name"]))
@@ -128,7 +128,7 @@ def windows(fidelity: Results) -> str:
 
 
 def comparison(first: Results) -> str:
-    """Return the table of docs/comparison.md."""
+    """The table of docs/comparison.md."""
     exact = run_of(first, "rl-like")
     dense = run_of(first, "dense")
     half = run_of(first, "rl-like", "bfloat16")
@@ -151,7 +151,7 @@ def comparison(first: Results) -> str:
 
 
 def readme(first: Results) -> str:
-    """Return the README's table and the text below it, from `readme.md`."""
+    """The README's table and the text below it, from `readme.md`."""
     wrong = wrong_decisions(first["fidelity"])
     parts = first["trainer"]
     rows = []

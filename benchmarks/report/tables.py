@@ -28,7 +28,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def conditions(measured: Results) -> str:
-    """Return date, commit, machine and versions of a measurement."""
+    """Format date, commit, machine and versions of a measurement."""
     machine = measured["machine"]
     versions = measured["versions"]
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
@@ -71,7 +71,7 @@ def passes_of(record: Results) -> str:
 
 
 def worse(record: Results) -> float:
-    """Return the error of the worse gradient, from a record of `sparsity.by_budget`."""
+    """The error of the worse gradient, from a record of `sparsity.by_budget`."""
     return max(record["d_hidden error"], record["d_weight error"])
 
 
@@ -85,7 +85,7 @@ def by_name(records: Iterable[Results]) -> dict[str, Results]:
 
 
 def candidates_table(columns: dict[str, tuple[list[Results], Cell]]) -> str:
-    """Return a table with a row per measured candidate. `columns`: header -> (records, function that formats one)."""
+    """Make a table with a row per measured candidate. `columns`: header -> (records, function that formats one)."""
     every = [r for records, _ in columns.values() for r in records]
     names = dict.fromkeys(r["name"] for r in every if not r.keys() & {"absent", "failed", "wrong"})
     groups = [(by_name(records), cell) for records, cell in columns.values()]
@@ -93,7 +93,7 @@ def candidates_table(columns: dict[str, tuple[list[Results], Cell]]) -> str:
 
 
 def left_out(records: Iterable[Results]) -> str:
-    """Return the names of candidates without a time, each with the reason, or "none"."""
+    """Name the candidates without a time, each with the reason, or "none"."""
     return "; ".join(f"{r['name']} ({r[why]})" for r in records for why in NOT_TIMED if why in r) or "none"
 
 
@@ -135,7 +135,7 @@ def trainer(results: Results) -> Texts:
 
 
 def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:
-    """Return a table with a column per gradient budget. `rows`: label -> records in the order of `BUDGETS`."""
+    """Make a table with a column per gradient budget. `rows`: label -> records in the order of `BUDGETS`."""
     header = ("", *(f"budget {b:g}" for b in BUDGETS))
     return table(header, [(label, *map(cell, records)) for label, records in rows.items()])
 
@@ -175,7 +175,7 @@ def fidelity(results: Results) -> Texts:
 
 
 def drifts(differences: Results, arm: str, control: str) -> bool:
-    """Return whether the 95 % interval of an arm's difference includes neither 0 nor the control's mean difference."""
+    """True if the 95 % interval of an arm's difference includes neither 0 nor the control's mean difference."""
     low, high = differences[arm]["95 %"]
     return not any(low <= x <= high for x in (0.0, differences[control]["mean"]))
 

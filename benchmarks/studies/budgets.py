@@ -41,7 +41,7 @@ FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 
 
 def run(model: Path, data: Path, folder: Path, seed: int, budget: float, options: Record) -> Record:
-    """Train once. Return means, and values at the end."""
+    """Train once. Return means over the training, and values at its end."""
     machine: Record = dict(device="cpu", threads=1, overwrite=True, output=folder, name="training")
     config = train_config(model=str(model), data=data, seeds=(seed,), gradient_budget=budget, **machine, **options)
     train(config)
@@ -57,7 +57,7 @@ def run(model: Path, data: Path, folder: Path, seed: int, budget: float, options
 
 
 def at_the_end(curve: Sequence[float]) -> float:
-    """Return the mean over the last fifth of the rollouts."""
+    """Mean over the last fifth of the rollouts."""
     return statistics.fmean(curve[-max(1, round(0.2 * len(curve))) :])
 
 
@@ -84,7 +84,7 @@ def trainings(options: Record, seeds: Sequence[int], model: Path, data: Path, fo
 
 
 def differences(runs: dict[str, list[Record]], key: str) -> Record:
-    """Return each arm's value at the end minus budget 0's with the same seed: mean and 95 % interval over the seeds."""
+    """Each arm's value at the end minus budget 0's with the same seed: mean and 95 % interval over the seeds."""
     ends = {arm: [record["at the end"][key] for record in records] for arm, records in runs.items()}
     base = ends.pop(EXACT)
     return {arm: about([a - b for a, b in zip(values, base, strict=True)]) for arm, values in ends.items()}

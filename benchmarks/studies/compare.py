@@ -56,7 +56,7 @@ def config_of(
     learning_rate: float = TrainConfig.learning_rate,
     updates: int = TrainConfig.updates_per_rollout,
 ) -> TrainConfig:
-    """Return the settings that all arms share: the demo's of `gspo train`, with an evaluation every 5 rollouts."""
+    """Settings that all arms share: the demo of `gspo train`, with an evaluation every 5 rollouts."""
     return TrainConfig(
         task=task,
         steps=steps,
@@ -73,7 +73,8 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
     """Return the arms of a study. `names` are presets of `Objective`; "grpo" gets the window of the GSPO paper.
 
     "moe": every objective is trained without and with Routing Replay. "mismatch": every objective is trained with old
-    log-probs from the trainer, with those from the sampler, and with a truncated (TIS) and a masked (MIS) correction.
+    log-probs from the trainer, with log-probs from the sampler, and with a truncated (TIS) and a masked (MIS)
+    correction.
 
     Raises:
         InputError: a name is not a preset.
@@ -166,24 +167,24 @@ def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Call
 
 
 def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
-    """Return the mean reward of greedy answers to the held-out prompts."""
+    """Mean reward of greedy answers to the held-out prompts."""
     rollout = sample(policy, task.held_out, max_new_tokens=config.max_new_tokens, temperature=None, task=task)
     return statistics.fmean(task.rewards(rollout.texts, task.held_out, rollout.turns).total)
 
 
 def pick(name: str) -> Callable[..., float]:
-    """Return how values of a metric are combined: the extreme for ratio_min and ratio_max, else the mean."""
+    """How to combine values of a metric: the extreme for ratio_min and ratio_max, else the mean."""
     return {"ratio_min": min, "ratio_max": max}.get(name, statistics.fmean)
 
 
 def thinned(curve: Sequence[float], how: Callable[..., float] = statistics.fmean) -> list[float]:
-    """Divide a curve into at most `POINTS` consecutive parts, and return one value of each."""
+    """Divide a curve into at most `POINTS` consecutive parts, and combine each part to one value."""
     size = math.ceil(len(curve) / POINTS)
     return [how(curve[at : at + size]) for at in range(0, len(curve), size)]
 
 
 def summary(runs: dict[str, list[Record]]) -> dict[str, Record]:
-    """Return for each arm means over the seeds, with 95 % intervals of rewards.
+    """Summarize each arm: means over the seeds, with 95 % intervals of rewards.
 
     "mean held-out reward" is the mean over all evaluations of a training. Its differences, seed by seed, are "against
     first", to the first arm, and "replay", to the arm without replay.
@@ -209,12 +210,12 @@ def summary(runs: dict[str, list[Record]]) -> dict[str, Record]:
 
 
 def gap(values: Sequence[float], base: Sequence[float]) -> Record:
-    """Return the mean of the differences seed by seed, and its 95 % interval."""
+    """Mean of the differences seed by seed, and its 95 % interval."""
     return about([a - b for a, b in zip(values, base, strict=True)])
 
 
 def about(values: Sequence[float]) -> Record:
-    """Return the mean and its 95 % interval by Student's t, or None for a single value."""
+    """The mean and its 95 % interval by Student's t. A single value has no interval: None."""
     mean = statistics.fmean(values)
     if len(values) not in STUDENT:
         return {"mean": mean, "95 %": None}

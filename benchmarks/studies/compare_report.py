@@ -30,7 +30,7 @@ MOE_PANELS = {
 
 
 def label(arm: str) -> str:
-    """Return an arm's name as papers write it."""
+    """An arm's name as papers write it."""
     name, plus, addition = arm.partition(" + ")
     return name.replace("gspo", "GSPO").replace("grpo", "GRPO") + plus + addition
 
@@ -47,7 +47,7 @@ def estimate(record: Results, form: str = ".3f") -> str:
 
 
 def rows(results: Results) -> tuple[Row, list[Row]]:
-    """Return the header and the rows of the table, one row per arm."""
+    """The header and the rows of the table, one row per arm."""
     columns: dict[str, Callable[[Results], str]] = {
         "held-out reward at the end": lambda s: estimate(s["held-out reward at the end"]),
         "mean held-out reward": lambda s: estimate(s["mean held-out reward"]),
@@ -139,7 +139,7 @@ def replay(arms: Results) -> tuple[str, str]:
 
 
 def sign(record: Results) -> int:
-    """Return 1 or -1 if the 95 % interval lies above or below 0, else 0."""
+    """1 or -1 if the 95 % interval lies above or below 0, else 0."""
     low, high = record["95 %"] or (0.0, 0.0)
     return int(low > 0) - int(high < 0)
 
@@ -182,7 +182,7 @@ def scale(axes: Any, name: str) -> None:
 
 
 def looks(results: Results) -> dict[str, dict[str, Any]]:
-    """Return color and line style by arm. The arms of an objective have one color."""
+    """Color and line style by arm. All arms of an objective share a color."""
     objective = {arm: arm.partition(" + ")[0] for arm in results["runs"]}
     others = itertools.cycle(OTHER_COLORS)
     colors = {name: COLORS.get(name) or next(others) for name in dict.fromkeys(objective.values())}

@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
 
 
 def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
-    """Return the implementations that can run here, and why others cannot. Those with equal log-probs count as one."""
+    """The implementations that can run here, and why others cannot. Implementations with equal log-probs count once."""
     runs: dict[str, LogProbs] = {}
     absent: dict[str, str] = {}
     for name, candidate in candidates.ALL.items():
@@ -72,14 +72,14 @@ def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProb
 
 
 def fp16_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Return log-probs [N] from logits that are summed in fp32 and rounded to fp16, as in some GPU kernels."""
+    """Compute log-probs [N] from logits that are summed in fp32 and rounded to fp16, as in some GPU kernels."""
     assert softcap is None
     logits = (hidden.float() @ weight.float().t()).half().float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 def updated(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tokens:
-    """Return the tokens in bf16, with new hidden states after a random update of size `UPDATE`."""
+    """Round the tokens to bf16, and add new hidden states after a random update of size `UPDATE`."""
     rng = torch.Generator(hidden.device).manual_seed(1)
     noise = torch.randn(hidden.shape, generator=rng, device=hidden.device)
     scale = UPDATE / weight.float().square().sum(1).mean().sqrt()
@@ -106,7 +106,7 @@ def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: 
 
 
 def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return by implementation: errors of old and new log-probs, [2, N] on the CPU, and the dtype that it returns."""
+    """For each implementation: errors of old and new log-probs, [2, N] on the CPU, and the dtype that it returns."""
     weight = tokens.weight
     ids = tokens.target_ids
     states = (tokens.old_hidden, tokens.new_hidden)
@@ -123,7 +123,7 @@ def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tenso
 
 
 def of_log_ratios(errors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return errors of the log-ratios [N], by implementation. `OTHER_ENGINE` combines two of them."""
+    """Errors of the log-ratios, [N], by implementation. `OTHER_ENGINE` combines two implementations."""
     ratios = {name: new - old for name, (old, new) in errors.items()}
     if {OURS, NAIVE} <= errors.keys():
         ratios[OTHER_ENGINE] = errors[OURS][1] - errors[NAIVE][0]
@@ -131,7 +131,7 @@ def of_log_ratios(errors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def correlation(errors: Tensor, sequence: Tensor) -> float | None:
-    """Return the "correlation" of the module's docstring, or None if the tokens do not come from answers."""
+    """The "correlation" that the module's docstring defines; None if the tokens do not come from answers."""
     if sequence.unique().numel() == sequence.numel():
         return None
     centred = errors - errors.mean()
@@ -139,7 +139,7 @@ def correlation(errors: Tensor, sequence: Tensor) -> float | None:
 
 
 def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
-    """Return whether sequences with log-ratio u are not clipped. `positive`: whether their advantage is positive."""
+    """True where a sequence with log-ratio u is not clipped. `positive`: whether its advantage is positive."""
     low, high = Objective().log_window
     return torch.where(positive, u <= high, u >= low)
 
@@ -147,7 +147,7 @@ def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
 def decisions(
     errors_of: dict[str, Tensor], lengths: tuple[int, ...], sequences: int, sequence: Tensor
 ) -> dict[str, Record]:
-    """Return shares of wrong decisions by implementation and length. All implementations get the same sequences."""
+    """Shares of wrong decisions by implementation and length. All implementations get the same sequences."""
     rng = torch.Generator().manual_seed(0)
     errors = torch.stack(list(errors_of.values()), 1)  # [N, K implementations]
     deviation = _bootstrap(errors, sequence, lengths, sequences // FRACTION, rng)
@@ -171,7 +171,7 @@ def decisions(
 
 
 def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of hits / count, widened for a second error of standard deviation `deviation`."""
+    """Wilson's 95 % interval of hits / count, widened for a second error of standard deviation `deviation`."""
     share = hits / count
     scale = 1 + Z * Z / count
     middle = (share + Z * Z / (2 * count)) / scale
@@ -196,7 +196,7 @@ def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Gene
 def _bootstrap(
     errors: Tensor, sequence: Tensor, lengths: tuple[int, ...], sequences: int, rng: torch.Generator
 ) -> Tensor:
-    """Return the standard deviation, over redrawn sets of tokens, of the share of wrong decisions: [K, lengths].
+    """Standard deviation of the share of wrong decisions over redrawn sets of tokens, [K, lengths].
 
     `flip_chance` averages over the true log-ratios, so few sequences suffice. Drawing them adds noise to the result.
     """
@@ -215,7 +215,7 @@ def _bootstrap(
 
 
 def flip_chance(error: Tensor) -> Tensor:
-    """Return the probability that an error makes a decision wrong. True log-ratio and advantage's sign are random."""
+    """Probability that an error makes a decision wrong, for a random true log-ratio and sign of the advantage."""
     cdf = torch.special.ndtr
     sides = [cdf((end - error) / SPREAD) - cdf(error.new_tensor(end / SPREAD)) for end in Objective().log_window]
     return 0.5 * (sides[0].abs() + sides[1].abs())

@@ -72,7 +72,7 @@ class States(NamedTuple):
     mask: Tensor  # [S, L] bool
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Return hidden states [N, H] and target ids [N] without padding."""
+        """Hidden states [N, H] and target ids [N] without padding."""
         return self.hidden[self.mask], self.target_ids[self.mask]
 
 
@@ -84,7 +84,7 @@ def load(folder: Path) -> States:
 
 
 def digest(folder: Path) -> str:
-    """Return a digest of the policy's weights, which identifies the policy in JSON files."""
+    """Hash the policy's weights, to identify the policy in JSON files."""
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
@@ -130,7 +130,7 @@ def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
 
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], stories: Sequence[str]) -> list[Text]:
-    """Tokenize problems and stories. Of a problem, the solution is learned; of a story, all but the first token."""
+    """Tokenize problems and stories. A problem trains only its solution, a story all but its first token."""
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     solutions = tokenizer([p.solution + END for p in problems])["input_ids"]
     texts = [(a + b, len(a)) for a, b in zip(prompts, solutions, strict=True)]
@@ -177,7 +177,7 @@ def answers_of(policy: Policy, problems: Sequence[Problem]) -> Rollout:
 
 
 def accuracy_of(policy: Policy, problems: Sequence[Problem]) -> float:
-    """Return the share of right answers among one sampled answer to each problem."""
+    """Share of problems for which one sampled answer is right."""
     texts = answers_of(policy, problems).texts
     return sum(answer_found(text, p.answer) for text, p in zip(texts, problems, strict=True)) / len(problems)
 

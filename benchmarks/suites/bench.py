@@ -29,7 +29,7 @@ NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")  # keys that hold the 
 
 
 def candidates(against: str | None = None) -> list[Candidate]:
-    """Return naive GSPO, ours, and the candidates that `against` names, separated by commas. None means all."""
+    """Naive GSPO, ours, and the candidates that `against` names, separated by commas. None means all."""
     names = AGAINST if against is None else [name.strip() for name in against.split(",") if name.strip()]
     if unknown := sorted({*names} - {"ours", *AGAINST}):
         raise BadOption(f"--against: {', '.join(unknown)}: choose from {', '.join(AGAINST)}")
@@ -37,7 +37,7 @@ def candidates(against: str | None = None) -> list[Candidate]:
 
 
 def present(spec: Spec, chosen: list[Candidate]) -> list[Candidate]:
-    """Return the candidates that can run here."""
+    """The candidates that can run here."""
     return [candidate for candidate in chosen if not absent(candidate, spec)]
 
 
@@ -107,7 +107,7 @@ def compare(
 def costs(
     spec: Spec, chosen: list[Candidate], tick: Tick = lambda what: None, passes: bool = True, memory: bool = True
 ) -> list[Record]:
-    """Return a record per candidate; with `memory`, its peak memory and, if `passes`, its passes, in a new process."""
+    """Make a record per candidate. With `memory`, measure peak memory and, with `passes`, passes in a new process."""
     records = []
     for candidate in chosen:
         record: Record = {"name": candidate.name, "against": candidate.against}
@@ -127,12 +127,12 @@ def costs(
 
 
 def absent(candidate: Candidate, spec: Spec) -> str | None:
-    """Return the reason why a candidate cannot run here, or None if it can."""
+    """The reason why a candidate cannot run here, or None if it can."""
     return candidate.absent(spec.head, getattr(torch, spec.dtype), torch.device(spec.device))
 
 
 def _set_device(spec: Spec) -> torch.device:
-    """Return the spec's device, and make it current. Other libraries may launch kernels only on the current device."""
+    """Make the spec's device current, because other libraries may launch kernels only there. Return the device."""
     device = torch.device(spec.device)
     if device.index is not None:  # "cuda" is the current device already
         torch.cuda.set_device(device)
@@ -186,7 +186,7 @@ def check(
 
 
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
-    """Return the peak memory of a candidate's step and, if `passes`, its passes. `costs` runs this in a new process."""
+    """Measure the peak memory of a candidate's step and, if `passes`, its passes. Call this in a new process."""
     parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON turned the named tuples into lists
     device = _set_device(parsed)
     candidate = (ALL | BY_CACHE)[name]

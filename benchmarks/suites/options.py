@@ -18,7 +18,7 @@ class BadOption(argparse.ArgumentTypeError, ValueError):
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device called `name`. None means a GPU if there is one, otherwise the CPU."""
+    """Find the device called `name`. None means a GPU if there is one, otherwise the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -39,7 +39,7 @@ def positive(text: str) -> int:
 
 
 def parser_of(name: str, doc: str | None, output: str = OUTPUT) -> argparse.ArgumentParser:
-    """Return a parser with the options of all measuring commands, described by the first paragraph of `doc`."""
+    """Make a parser with the options of all measuring commands, described by the first paragraph of `doc`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m gspo_kernels.benchmarks {name}", description=(doc or "").split("\n\n")[0]
     )

@@ -50,7 +50,7 @@ def passes(rows: int, case: str, head: Head) -> list[Record]:
 def by_budget(
     name: str, hidden: Tensor, weight: Tensor, target_ids: Tensor, advantages: Tensor, **options: Any
 ) -> list[Record]:
-    """Return a record per budget: dropped share of the L1 mass of d_logits, shares computed, passes and errors.
+    """Make a record per budget: dropped share of the L1 mass of d_logits, shares computed, passes and errors.
 
     There is no cache. Errors are relative to the gradients of budget 0. Tensors and `options` are arguments of
     `gspo_fused_loss`.

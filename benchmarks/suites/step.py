@@ -54,7 +54,7 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
 
 
 def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
-    """Return the batches of --time, or the part of them that --scenario and --dtype select."""
+    """The batches of --time, or only those that --scenario and --dtype select."""
     most = max(sizes.tokens)
     points = [(scenario, count, options.dtype) for scenario in options.scenario for count in sizes.tokens]
     points = [point for point in points if point[0] == "rl-like" or point[1] == most]
@@ -64,7 +64,7 @@ def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
 
 
 def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
-    """Return the peak memory at every number of tokens. Stop at the first for which the batch does not fit."""
+    """Measure peak memory at every number of tokens. Stop at the first batch that does not fit."""
     points = []
     for spec in specs:
         tokens = spec.tokens - spec.tokens % counts(spec.tokens, spec.scenario).sequences
@@ -78,7 +78,7 @@ def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
 
 
 def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
-    """Return the options of the command line, the sizes and the candidates. For a bad option, exit with a message."""
+    """Parse the command line: options, sizes and candidates. For a bad option, exit with a message."""
     parser = parser_of("step", __doc__)
     parser.add_argument("--time", action="store_true", help="time, memory and passes for several numbers of tokens")
     parser.add_argument("--memory", action="store_true", help="peak memory for more tokens")

@@ -33,12 +33,12 @@ FULL, OURS = "naive GSPO", "ours"
 CAST = "TRL cast_lm_head_to_fp32"  # TRL 1.16 keeps its fused head, and multiplies fp32 copies of the operands
 NAMES = (FULL, "TRL fused head", CAST, OURS, "ours, all in the cache")
 SEQUENCES, PROMPT, LENGTH = 8, 8, 256  # completions of the prompt, and tokens of the prompt and of each
-STEPS = 2  # timed steps in a process, after one that is not
+STEPS = 2  # timed steps in a process, after one untimed step
 DIFFER = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}  # largest relative difference of a norm
 
 
 def names_of(dtype: str) -> tuple[str, ...]:
-    """Return the implementations to measure. A cast to fp32 changes nothing in fp32."""
+    """The implementations to measure. In fp32, the cast to fp32 is left out, because it changes nothing."""
     return tuple(name for name in NAMES if name != CAST or dtype != "float32")
 
 
@@ -82,7 +82,7 @@ def step_of(name: str, config: Record, length: int, dtype: str, device: str) -> 
 
 
 def make_trainer(config: Record, length: int, dtype: str, folder: str, on_cpu: bool, cast: bool) -> Any:
-    """Return a GRPOTrainer with GSPO's settings and random completions of `length` tokens."""
+    """Make a GRPOTrainer with GSPO's settings and random completions of `length` tokens."""
     import datasets
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -113,7 +113,7 @@ def make_trainer(config: Record, length: int, dtype: str, folder: str, on_cpu: b
 
 
 def full_logits(forward: Any) -> Any:
-    """Return a forward that makes full logits, as TRL did before 1.15. TRL 1.16 has no option for it."""
+    """Make a forward that computes full logits, as TRL did before 1.15. TRL 1.16 has no option for it."""
     from trl.trainer.utils import FusedCausalLMOutput, selective_log_softmax_and_entropy
 
     def from_logits(_: Any, labels: Any = None, fused_lm_head: bool = False, **inputs: Any) -> Any:
@@ -136,7 +136,7 @@ def compare(
     length: int = LENGTH,
     tick: Tick = say,
 ) -> Record:
-    """Measure steps with the named implementations, full logits among them, in `rounds` processes each."""
+    """Measure steps of the named implementations, which must include full logits, in `rounds` processes each."""
     runs: dict[str, list[Record]] = {name: [] for name in names}
     setting: Record = dict(config=config, length=length, dtype=dtype, device=str(device))
     for turn, name in turns(list(names), rounds - 1):
@@ -150,7 +150,7 @@ def compare(
 
 
 def record_of(name: str, runs: dict[str, list[Record]], dtype: str) -> Record:
-    """Return largest peak, seconds of the fastest step, loss, and norm of the gradients."""
+    """Summarize runs: largest peak, seconds of the fastest step, loss, and norm of the gradients."""
     last, base = (runs[x][0]["steps"][-1] for x in (name, FULL))
     steps, full = ([step for run in runs[x] for step in run["steps"]] for x in (name, FULL))
     seconds, of_full = (min(step["seconds"] for step in each) for each in (steps, full))

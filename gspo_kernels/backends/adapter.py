@@ -1,7 +1,7 @@
 """LoRA's h A^T as an operator, for both backends.
 
-Like the logits, and unlike F.linear, the product is not rounded to half precision, does not depend on masked rows, and
-has the same bits for a row in any batch.
+As in the logits, and unlike in F.linear, the product is not rounded to half precision, masked rows do not affect it,
+and a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NAMESPACE = __name__.partition(".")[0]
 
 
 def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
-    """Return x A^T [N, R] from x [N, H] and A [R, H]; 0 at masked rows."""
+    """Multiply x [N, H] by A^T, for A [R, H]; the result [N, R] is 0 at masked rows."""
     index = mask.nonzero()[:, 0]
     tile_rows = tile_shape(x.device, x.dtype, DEFAULT_WORKSPACE)[0]
     out = x.new_zeros(x.shape[0], lora_a.shape[0])  # [N, R]
-    # All products have the same number of rows, because products of another shape may round differently.
+    # Every product has the same number of rows, because a different shape may round differently.
     tile = x.new_zeros(tile_rows, x.shape[1])
     right = pad_columns(lora_a).t()  # [H, R padded]
     with exact_products(x.device):
@@ -38,7 +38,7 @@ def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
 
 
 def _adapter_backward_op(x: Tensor, lora_a: Tensor, mask: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [N, H] and A [R, H] from d_out [N, R]."""
+    """Compute the gradients of x [N, H] and A [R, H] from d_out [N, R]."""
     index = (mask & (d_out != 0).any(1)).nonzero()[:, 0]
     d_x = torch.zeros_like(x)  # [N, H]
     d_rows = d_out[index]  # [n, R]
@@ -61,6 +61,6 @@ _adapter_backward.register_autograd(lambda ctx, *upstream: refuse_second_derivat
 
 
 def adapter_product(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
-    """Return x A^T [N, R] from x [N, H] and A [R, H], differentiable; 0 at masked rows."""
+    """Multiply x [N, H] by A^T, for A [R, H]. The result [N, R] is differentiable, and 0 at masked rows."""
     refuse_torch_func("linear_log_probs", (x, lora_a))
     return _adapter(x, lora_a, mask)

@@ -51,7 +51,7 @@ class Backend(Protocol):
         ...
 
     def cache_rows(self, head: HeadRows, cache_bytes: int) -> int:
-        """Return how many rows of exponentials fit into `cache_bytes`."""
+        """Number of rows whose exponentials fit into `cache_bytes`."""
         ...
 
     def head_backward(
@@ -87,15 +87,15 @@ class Backend(Protocol):
         ...
 
     def cell_shape(self, head: HeadRows) -> tuple[int, int] | None:
-        """Return the (rows, columns) of a cell, the unit that the backward may leave out.
+        """Shape (rows, columns) of a cell, the unit that the backward may leave out.
 
-        None if the backward of this head leaves out no cells.
+        None if no cell of this head can be left out.
         """
         ...
 
 
 def implementation(backend: str) -> Backend:
-    """Return the backend named "torch" or "triton"."""
+    """Import the backend named "torch" or "triton"."""
     if backend == "torch":
         return torch_backend
     from . import triton as triton_backend  # imported only when it runs, because Triton may be absent
@@ -106,7 +106,7 @@ def implementation(backend: str) -> Backend:
 def pick_backend(
     check: TensorChecks, backend: str, device: torch.device, dtype: torch.dtype | None = None, subject: str = "head"
 ) -> str:
-    """Return the name of the backend that runs on `device`. Raise an error if `backend` names one that cannot run.
+    """Choose "torch" or "triton" for `device`. Raise an error if `backend` names one that cannot run there.
 
     Args:
         check: names the public function in error messages.
@@ -131,7 +131,7 @@ def pick_backend(
 
 
 def backend_variable() -> str:
-    """Return the environment variable GSPO_BACKEND, or "auto" if it is not set."""
+    """GSPO_BACKEND, or "auto" if it is not set."""
     name = os.environ.get("GSPO_BACKEND") or "auto"
     if name not in BACKENDS:
         raise ValueError(f"environment variable GSPO_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
@@ -139,7 +139,7 @@ def backend_variable() -> str:
 
 
 def triton_obstacle(device: torch.device) -> str | None:
-    """Return why the Triton kernels cannot run on `device`, or None if they can."""
+    """The reason why the Triton kernels cannot run on `device`, or None if they can."""
     return _triton_obstacle(device)
 
 

@@ -32,8 +32,8 @@ from ..ranks.collectives import gather
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
-# Throughput of products over cells, divided by the throughput of products over slabs (benchmarks/NOTES.md): measured
-# per device type. ESTIMATED_EFFICIENCY, from instruction counts, is for all other device types.
+# Throughput of products over cells, divided by the throughput of products over slabs, measured per device type
+# (benchmarks/NOTES.md). ESTIMATED_EFFICIENCY, from instruction counts, is for all other device types.
 SPARSE_EFFICIENCY = {"cpu": 0.85}
 ESTIMATED_EFFICIENCY = 0.5
 CELL_OVERHEAD = 32  # fixed cost of a cell, as an addition to H
@@ -50,12 +50,12 @@ class Work(NamedTuple):
     rows: Tensor  # share of the unmasked rows that have a gradient
     tiles: Tensor  # share of all (unmasked row, column) pairs for which the backward computes d_logits
     recomputed: Tensor  # share of all these pairs for which logits are recomputed (rows without kept exponentials)
-    mass: Tensor  # L1 mass of d_logits, of which `dropped` is a share; 0 if not computed, because nothing is dropped
+    mass: Tensor  # total L1 mass of d_logits, dropped or not; 0 if not computed, because nothing is dropped
     tokens: Tensor  # number of unmasked rows
 
 
 def break_even(width: int, device: torch.device) -> float:
-    """Return the share of d_logits below which computing cells is faster than computing slabs; `width` is H.
+    """The share of d_logits below which computing cells is faster than computing slabs. `width` is H.
 
     0 while a CUDA graph is captured, because the host cannot read the number of cells.
     """
@@ -65,12 +65,12 @@ def break_even(width: int, device: torch.device) -> float:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured. The host then cannot read values or load kernels."""
+    """True while a CUDA graph is captured. The host then cannot read values or load kernels."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
-    """Return the work of a backward without a budget. `has_gradient` [N] bool is False at masked rows."""
+    """The work of a backward without a budget. `has_gradient` [N] bool is False at masked rows."""
     tokens = head.mask.sum().double()
     unmasked = tokens.clamp(min=1)
     rows = has_gradient.sum() / unmasked
@@ -177,7 +177,7 @@ def choose(
 
 
 def _widths(head: HeadRows, columns: int, tiles: int) -> Tensor:
-    """Return each tile's number of columns, [tiles]."""
+    """Number of columns in each tile, [tiles]."""
     device = head.hidden.device
     if head.shard:  # each shard may end with a narrower tile
         return shard_of(head.shard).widths(columns, device)
@@ -187,7 +187,7 @@ def _widths(head: HeadRows, columns: int, tiles: int) -> Tensor:
 
 
 def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tensor:
-    """Return the tile of each row's target, [N] int64. For rows without a gradient, it may be any tile."""
+    """The tile that contains each row's target, [N] int64; arbitrary for rows without a gradient."""
     if not head.shard:
         return torch.where(has_gradient, head.target_ids, 0).clamp(0, head.vocab_size - 1) // columns
     shard = shard_of(head.shard)
@@ -198,7 +198,7 @@ def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tenso
 def _mass_at_target(
     head: HeadRows, result: HeadResult, coefficient: Tensor, has_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return f, and f (1 - p(target)), the mass in the target's column, [N] each; 0 in rows without a gradient."""
+    """The factor f, and the mass in the target's column, f (1 - p(target)), [N] each; 0 in rows without a gradient."""
     factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)
     if head.temperature is not None:
         factor = torch.where(has_gradient, factor / head.temperature, 0)
@@ -206,7 +206,7 @@ def _mass_at_target(
 
 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:
-    """Return the total L1 mass of d_logits, []; with a soft-cap, a lower bound."""
+    """Total L1 mass of d_logits, []; with a soft-cap, a lower bound."""
     if head.logit_softcap is None:
         return 2 * at_target.sum(dtype=torch.float64)
     logit = (result.log_probs + result.log_total + result.shift) * (1 if head.temperature is None else head.temperature)
@@ -216,7 +216,7 @@ def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor
 
 
 def _lightest(mass: Tensor, total: Tensor, budget: float) -> Tensor:
-    """Return a bool mask like `mass`, True for as many of the lightest cells as fit into `budget * total`.
+    """Mark the lightest cells, as many as fit into `budget * total`: True in a bool mask shaped like `mass`.
 
     Cells with a mass that is not finite are never True. If the total is not finite and positive, no cell is True.
     """

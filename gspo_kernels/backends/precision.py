@@ -74,7 +74,7 @@ def _request_ieee(kind: str) -> None:
             saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for x in backends.values()]
             torch.set_float32_matmul_precision("highest")
             saved.insert(0, partial(torch.set_float32_matmul_precision, precision))
-    if kind == "cuda" and kind not in _requested:  # split bf16 products are not summed in bf16
+    if kind == "cuda" and kind not in _requested:  # do not sum the parts of split-K products in bf16
         matmul = torch_backends.cuda.matmul
         # Set a pair: a single bool would also allow split-K products, which the user may have disabled.
         split_k = matmul.allow_bf16_reduced_precision_reduction_split_k
@@ -107,7 +107,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Return whether `device` is a CPU with native bf16 matmul that accumulates in fp32."""
+    """True for a CPU with native bf16 matmul that accumulates in fp32."""
     return device.type == "cpu" and _cpu_multiplies_bf16()
 
 
@@ -132,7 +132,7 @@ def pad_columns(weight: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
-    """Add a @ b to `out`, accumulated in the dtype of `out`. If `first`, overwrite `out` instead.
+    """Add a @ b to `out`, or overwrite `out` if `first`. The product accumulates in the dtype of `out`.
 
     On CUDA, half-precision operands are multiplied without a cast, unless `refuses_mixed_products`.
     """
@@ -148,9 +148,9 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
 
 
 def refuses_mixed_products() -> bool:
-    """Return whether PyTorch may refuse an fp32 product of half-precision operands on a GPU.
+    """True if PyTorch may refuse an fp32 product of half-precision operands on a GPU.
 
-    Some ROCm versions do. With TunableOp (PYTORCH_TUNABLEOP_ENABLED=1), all versions do.
+    Some ROCm versions refuse it, and with TunableOp (PYTORCH_TUNABLEOP_ENABLED=1) every version does.
     """
     if torch.version.hip is not None:
         return True
@@ -158,14 +158,14 @@ def refuses_mixed_products() -> bool:
 
 
 def bytes_of_copies() -> int:
-    """Return the memory limit, in bytes, for copies of operands that are cast to the dtype of their product."""
+    """Memory limit, in bytes, for copies of operands that are cast to the dtype of their product."""
     return workspace_bytes() // 8
 
 
 def _add_product_of_copies(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """Compute beta * out + a @ b in place, from copies of `a` [n, k] and `b` [k, m] in the dtype of `out`.
 
-    k is divided so that the copies fit into `bytes_of_copies`.
+    The products are split along k so that the copies fit into `bytes_of_copies`.
     """
     size = max(bytes_of_copies() // ((a.shape[0] + b.shape[1]) * out.itemsize), 1)
     for start in range(0, a.shape[1], size):
@@ -184,7 +184,7 @@ def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def power_of_two(gradients: Tensor, entropy_gradients: Tensor | None, valid: Tensor, slope: Tensor | float) -> Tensor:
-    """Return the power of two [] that scales the largest gradient times `slope` to near 1.
+    """The power of two, [], that scales the largest gradient times `slope` to near 1.
 
     d_logits are multiplied by it before they are rounded to fp16, because fp16 flushes values below 2^-25 to 0. If the
     largest value is 0 or not finite, the result is 1.
@@ -203,5 +203,5 @@ def power_of_two(gradients: Tensor, entropy_gradients: Tensor | None, valid: Ten
 
 
 def multiply_no_nan(x: Tensor, y: Tensor) -> Tensor:
-    """Return x * y, exactly 0 where a factor is 0, even if the other factor is NaN or inf (a ratio that overflowed)."""
+    """Multiply x by y. Where one is 0, the result is 0 even if the other is NaN or inf (a ratio that overflowed)."""
     return torch.where(torch.logical_and(x, y), x * y, 0)

@@ -33,26 +33,26 @@ def cache_limit(check: Checks, cache_mib: float | None, device: torch.device, ha
 
 
 def workspace_bytes() -> int:
-    """Return the memory limit for tiles of logits and their gradients: GSPO_WORKSPACE_MIB (default: 256), in bytes."""
+    """Memory limit for tiles of logits and their gradients, in bytes: GSPO_WORKSPACE_MIB, by default 256 MiB."""
     return _mebibytes("GSPO_WORKSPACE_MIB", str(DEFAULT_WORKSPACE // 2**20), least=1) * 2**20
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the default cache in bytes: GSPO_CACHE_MIB if it is set, else `cache_of_device`."""
+    """The default cache in bytes: GSPO_CACHE_MIB if it is set, else `cache_of_device`."""
     mib = cache_variable()
     return (cache_of_device(device) if mib is None else mib) * 2**20
 
 
 def cache_variable() -> int | None:
-    """Return the environment variable GSPO_CACHE_MIB, or None if it is not set."""
+    """GSPO_CACHE_MIB, or None if it is not set."""
     return _mebibytes("GSPO_CACHE_MIB", "0", least=0) if "GSPO_CACHE_MIB" in os.environ else None
 
 
 def cache_of_device(device: torch.device) -> int:
-    """Return 1/64 of the total memory of a CUDA or ROCm device, in whole MiB; 0 for other devices.
+    """1/64 of the total memory of a CUDA or ROCm device, in whole MiB; 0 for other devices.
 
-    It does not depend on the free memory, so every call and every run gets the same size. A device without an index is
-    the current device.
+    Free memory does not matter, so every call and every run gets the same size. A device without an index is the
+    current device.
     """
     if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors may be on a GPU that does not exist
         return 0

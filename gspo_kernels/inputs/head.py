@@ -118,7 +118,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
 
 
 def moved(values: Any, device: torch.device | None) -> Any:
-    """Return a named tuple whose tensors, also those in a dictionary, are on `device`. None: return it unchanged."""
+    """Move all tensors of a named tuple to `device`, including those in dictionaries. None: return it unchanged."""
     if device is None:
         return values
 
@@ -131,13 +131,13 @@ def moved(values: Any, device: torch.device | None) -> Any:
 
 
 def _of_shard(head: HeadRows, shard: Shard) -> HeadRows:
-    """Return the rows for this rank's columns. A rank that holds only padding computes one column, which is ignored."""
+    """Keep this rank's columns. A rank that holds only padding computes one column, which is ignored."""
     target_ids = head.target_ids - shard.first
     return head._replace(target_ids=target_ids, vocab_size=max(shard.columns(), 1), shard=shard.text)
 
 
 def _check_ids(check: TensorChecks, target_ids: Tensor, mask: Tensor, columns: int) -> None:
-    """Check that unmasked ids are in 0 to columns - 1."""
+    """Check that unmasked ids are between 0 and columns - 1."""
     wrong = mask & (target_ids != target_ids.clamp(0, columns - 1))
     expected = lambda: f"between 0 and {columns - 1} where mask is true"  # noqa: E731
     check.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])

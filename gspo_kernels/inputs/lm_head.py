@@ -1,11 +1,11 @@
-"""Return the tensors of a module: an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
+"""Take the tensors of a head from its module: an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
 
 Modules that we cannot fully reproduce are rejected: those with a forward other than `hidden @ weight.T + bias`, with
 hooks, with a LoRA variant, or with a sharded weight. The error names the reason. `call_inside` runs a function as the
 module's forward, so that the module's hooks fire. While it runs, a module with hooks is accepted.
 
-Wrappers of FSDP, PEFT, DeepSpeed and accelerate are recognized without importing these packages, and also if
-`fully_shard` has replaced the class of a module by a subclass.
+Wrappers of FSDP, PEFT, DeepSpeed and accelerate are recognized without importing these packages, even if `fully_shard`
+has replaced the class of a module with a subclass.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ _DISTRIBUTE_MODULE = "torch.distributed.tensor._api"  # where `parallelize_modul
 
 
 def is_a(module: Any, package: str, name: str = "") -> bool:
-    """Return whether the module is an instance of a class of `package` (its name: `name`), without importing it."""
+    """True if the module is an instance of the class `name` of `package`, which need not be imported."""
     classes = [cls for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(f"{package}.")]
     return any(cls.__name__ == name or not name for cls in classes)
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the module inside FSDP1's wrappers."""
+    """Strip FSDP1's wrappers from a module."""
     while is_a(module, _FSDP, "FullyShardedDataParallel"):
         module = module.module
     return module
@@ -126,17 +126,17 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def is_fsdp_unit(module: Any) -> bool:
-    """Return whether a call of the module gathers parameters: FSDP1's wrapper, or a module after `fully_shard`."""
+    """True if calling the module gathers parameters: FSDP1's wrapper, or a module after `fully_shard`."""
     return is_a(module, _FSDP, "FullyShardedDataParallel") or is_a(module, _FSDP, "FSDPModule")
 
 
 def placed_by_accelerate(module: Any) -> bool:
-    """Return whether accelerate moves inputs to the device of the module (`device_map`), or loads its weights."""
+    """True if accelerate moves inputs to the device of the module (`device_map`), or loads its weights."""
     return "_hf_hook" in vars(module) and "_old_forward" in vars(module)
 
 
 def _must_be_called(module: Any) -> bool:
-    """Return whether calling the module makes its parameters available, and has no other effect.
+    """True if calling the module makes its parameters available, and has no other effect.
 
     FSDP, ZeRO-3 and accelerate gather, load or move parameters, and FSDP and ZeRO-3 reduce their gradients.
     """
@@ -151,12 +151,12 @@ def _kinds_of_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def owner(hook: Any) -> str:
-    """Return the name of the Python module that defines a hook."""
+    """Name of the Python module that defines a hook."""
     return str(getattr(getattr(hook, "func", hook), "__module__", ""))  # `func` of a functools.partial
 
 
 def device_map(lm_head: Any) -> torch.device | None:
-    """Return the device to which accelerate moves the input of a head, None without accelerate's hooks."""
+    """Device to which accelerate moves the head's input; None without accelerate's hooks."""
     if not isinstance(lm_head, nn.Module):
         return None
     modules = take_apart(lm_head)
@@ -165,14 +165,14 @@ def device_map(lm_head: Any) -> torch.device | None:
 
 
 def weight_of(lm_head: nn.Module) -> Any:
-    """Return the weight of a module, None if it has none."""
+    """The weight of a module, or None if it has none."""
     return getattr(take_apart(lm_head).linear, "weight", None)
 
 
 def resolve(
     check: TensorChecks, lm_head: nn.Module, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any
 ) -> Head:
-    """Return the tensors of a module, for `hidden` [N, H] with `mask` [N].
+    """Take the tensors of a module, for `hidden` [N, H] with `mask` [N].
 
     If the vocabulary is sharded over `tp_group`, the tensors are this rank's, and A is replicated.
     """
@@ -203,7 +203,7 @@ def resolve(
 
 
 def take_apart(lm_head: nn.Module) -> HeadModules:
-    """Return the innermost layer, PEFT's layer around it, and every module that runs in the head's forward."""
+    """Find the innermost layer, PEFT's layer around it, and every module that runs in the head's forward."""
     called, lora, tokens = [lm_head], None, None
     module: Any = unwrapped(lm_head)
 
@@ -227,20 +227,20 @@ def take_apart(lm_head: nn.Module) -> HeadModules:
 
 
 def _is_peft(module: Any, name: str) -> bool:
-    """Return whether the module is an instance of PEFT's class `name`, and has the forward of this class."""
+    """True if the module is an instance of PEFT's class `name` and its forward is the forward of that class."""
     forward = type(module).forward
     classes = [cls for cls in type(module).__mro__ if cls.__name__ == name and cls.__module__.startswith("peft.")]
     return any(cls.forward is forward for cls in classes)
 
 
 def _active(layer: Any) -> list[str]:
-    """Return the names of a PEFT layer's active adapters."""
+    """Names of a PEFT layer's active adapters."""
     adapters = layer.lora_A if hasattr(layer, "lora_A") else layer.trainable_tokens_delta
     return [name for name in layer.active_adapters if name in adapters]
 
 
 def _adapts(check: TensorChecks, layer: Any) -> bool:
-    """Return whether PEFT's layer has an active adapter that is not merged into the weight of the layer inside."""
+    """True if PEFT's layer has an active adapter that is not merged into the weight of the layer inside."""
     if layer.merged and layer.disable_adapters:
         check.fail(
             "lm_head",
@@ -251,7 +251,7 @@ def _adapts(check: TensorChecks, layer: Any) -> bool:
 
 
 def _trained_rows(check: TensorChecks, tokens: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a differentiable copy of the weight [V, H] that contains PEFT's trained rows, and the bias [V]."""
+    """Copy the weight [V, H], with PEFT's trained rows in it; differentiable. Also return the bias [V]."""
     active = _active(tokens)
     for name in active:
         check.unsharded(tokens.trainable_tokens_delta[name])
@@ -264,7 +264,7 @@ def _trained_rows(check: TensorChecks, tokens: Any) -> tuple[Tensor, Tensor | No
 
 
 def _replicated(check: TensorChecks, x: Any) -> Tensor:
-    """Return a tensor, or the local tensor of a DTensor that is not sharded."""
+    """Replace an unsharded DTensor by its local tensor. Other tensors are returned unchanged."""
     if is_dtensor(x) and any(placement.is_shard() for placement in x.placements):
         expected = "a LoRA head with a gathered A (under FSDP, call inside the module's forward)"
         check.fail("lm_head", expected, Unquoted(f"a DTensor with placements {tuple(x.placements)}"))
@@ -301,7 +301,7 @@ def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
 def _low_rank_term(
     check: TensorChecks, lora: Any, hidden: Tensor, mask: Tensor, tp_group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors of LoRA's term of the logits: scaled h A^T [N, R] and B [V, R].
+    """Compute the factors of LoRA's term of the logits: scaled h A^T, [N, R], and B, [V, R].
 
     R is the sum of the ranks of all active adapters.
     """

@@ -95,7 +95,7 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
 
 
 def _layout(check: TensorChecks, cu_seqlens: Tensor | None, mask: Tensor) -> Layout:
-    """Return the layout of the batch."""
+    """Check offsets, if there are any, and lay out the batch."""
     shape = tuple(mask.shape)
     if cu_seqlens is None:
         if len(shape) != 2:
@@ -112,7 +112,7 @@ def _layout(check: TensorChecks, cu_seqlens: Tensor | None, mask: Tensor) -> Lay
 def _advantages(
     check: TensorChecks, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the advantage of each row, [N]. It must be finite in unmasked rows."""
+    """Check advantages, which must be finite in unmasked rows, and expand them to [N]."""
     shape, sequences = layout.shape, layout.sequences
     if layout.padded:
         shapes: list[tuple[int, ...]] = [(sequences,), (sequences, 1), shape]
@@ -130,7 +130,7 @@ def _advantages(
 def _log_probs(
     check: TensorChecks, name: str, x: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return detached log-probs [N]."""
+    """Check log-probs. Return them detached and flattened to [N]."""
     if x is None:
         return None
     shape, device = layout.shape, layout.offsets.device
@@ -143,7 +143,7 @@ def _log_probs(
 def _token_weights(
     check: TensorChecks, weights: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return the weight of each row, [N]. In unmasked rows it must be finite and not negative."""
+    """Check weights, which must be finite and >= 0 in unmasked rows, and expand them to [N]."""
     if weights is None:
         return None
     shape = layout.shape
@@ -159,7 +159,7 @@ def _token_weights(
 def _rollout_correction(
     check: TensorChecks, arguments: PolicyArguments, layout: Layout, unmasked: Tensor
 ) -> Correction | None:
-    """Return the importance weights that correct for the sampler, or None if the objective has no correction."""
+    """Compute the importance weights that correct for the sampler; None if the objective has no correction."""
     correction = arguments.objective.rollout_correction
     rollout = arguments.rollout_log_probs
     old = arguments.old_log_probs
@@ -177,7 +177,7 @@ def _rollout_correction(
 
 
 def _check_nan(check: TensorChecks, rollout: Any, unmasked: Tensor, nan_weights: Tensor) -> None:
-    """Check that no NaN of the sampler makes the weight of a token NaN whose policy term is not 0. All are [N]."""
+    """Check that tokens with a nonzero policy term get no NaN weight from the sampler. All tensors are [N]."""
     wrong = nan_weights & (unmasked & rollout.reshape(-1).isnan()).any()
     expected = (
         "without NaN where mask is true (for a weight of 1, as in TRL, pass torch.where(rollout_log_probs.isnan(), "
@@ -189,7 +189,7 @@ def _check_nan(check: TensorChecks, rollout: Any, unmasked: Tensor, nan_weights:
 def _normalizer(
     check: TensorChecks, name: str, value: float | Tensor | None, mask: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return a normalizer as a detached tensor [] of `dtype`, or None for the default."""
+    """Check a normalizer. Return it as a detached tensor [] of `dtype`, or None for the default."""
     if value is None:
         return None
     check.normalizer(name, value, mask)

@@ -85,7 +85,7 @@ linear_log_probs_op.autograd(_save_log_probs, _differentiate_log_probs)
 
 
 def all_columns(device: torch.device) -> LiveTiles:
-    """Return the LiveTiles of an exact backward: every row with a gradient, and all columns."""
+    """The LiveTiles of an exact backward: all columns of every row with a gradient."""
     return LiveTiles(
         order=torch.empty(0, dtype=torch.int64, device=device),
         cells=torch.empty(0, 0, dtype=torch.bool, device=device),
@@ -163,10 +163,10 @@ head_backward_op.no_autograd(
 
 
 def needed_gradients(needs: dict[str, bool]) -> NeedsGradient:
-    """Return which operands need a gradient, from the needs of a forward operator's arguments."""
+    """Which operands need a gradient, given which arguments of a forward operator do."""
     return NeedsGradient(*(needs[f"head_{name}"] for name in NeedsGradient._fields))
 
 
 def by_argument(gradients: HeadGradients, needed: NeedsGradient) -> Gradients:
-    """Return the gradients that are needed, by their argument names in the forward operators."""
+    """The gradients that are needed, by their argument names in the forward operators."""
     return {f"head_{name}": x for name, x in gradients._asdict().items() if getattr(needed, name)}

@@ -134,15 +134,15 @@ def fused_loss_op(
 
 
 def _counts_work(cached_rows: int, policy: PolicyRows, gradient_budget: float, cache_bytes: int) -> bool:
-    """Return whether to count the work of an exact backward.
+    """True if the work of an exact backward must be counted.
 
-    A cache reduces it. And if another rank of a cp_group counts its work, this rank must join the collective.
+    It must be if a cache reduces it, or if another rank of a cp_group counts its work: all ranks join that collective.
     """
     return cached_rows > 0 or (policy.group != "" and (gradient_budget > 0 or cache_bytes > 0))
 
 
 def may_have_gradient(mask: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
-    """Return which rows may have a gradient, [N] bool: known before the forward."""
+    """Mark the rows that may have a gradient, as far as that is known before the forward, [N] bool."""
     if objective.kl_coef != 0 or objective.entropy_coef != 0:
         return mask
     # A token's own advantage may be 0 although its sequence has a gradient.

@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
 
 def _group(kind: Any) -> Group:
-    """Return the group of a parameter or result with type hint `kind`."""
+    """Describe a parameter or result with type hint `kind`."""
     is_tuple = kind not in _ARGUMENTS and kind not in _READ
     hints = get_type_hints(kind) if is_tuple else {"": kind}
     return Group(kind, hints, [hint in _ARGUMENTS for hint in hints.values()], is_tuple)
@@ -138,7 +138,7 @@ class Operator(Generic[P, R]):
         )
 
     def flatten(self, args: Iterable[Any]) -> list[Any]:
-        """Return the arguments of the operator."""
+        """Convert the function's arguments to the operator's: tensors and numbers, then `text`."""
         arguments: list[Any] = []
         lines: list[str] = []
         for x, group in zip(args, self._inputs, strict=True):
@@ -154,7 +154,7 @@ class Operator(Generic[P, R]):
         return [*arguments, "\n".join(lines)]
 
     def _parameters(self, flat: tuple[Any, ...]) -> list[Any]:
-        """Return the parameters that `flatten` flattened."""
+        """Rebuild the parameters that `flatten` flattened."""
         arguments = iter(flat[:-1])
         lines = iter(_read(flat[-1], self._lines))
         parameters = []
@@ -185,7 +185,7 @@ class Operator(Generic[P, R]):
 
 @functools.lru_cache(maxsize=1024)
 def _read(text: str, hints: tuple[Any, ...]) -> list[Any]:
-    """Return the values in a text that `Operator.flatten` wrote."""
+    """Parse a text that `Operator.flatten` wrote."""
     lines = text.split("\n") if hints else []
     return [_READ[hint](line) for hint, line in zip(hints, lines, strict=True)]
 
@@ -199,7 +199,7 @@ def save(ctx: Any, *tuples: Any) -> None:
 
 
 def restore(ctx: Any) -> list[Any]:
-    """Return the tuples that were passed to `save`."""
+    """The tuples that were passed to `save`."""
     pairs = zip(ctx.saved_tensors, ctx.scalars, strict=True)
     values = iter([scalar if tensor is None else tensor for tensor, scalar in pairs])
     return [kind(*islice(values, len(kind._fields))) for kind in ctx.kinds]

@@ -81,7 +81,7 @@ def process_group(check: TensorChecks, name: str, group: Any) -> Any:
 
 
 def vocabulary_group(check: TensorChecks, weight: Any, tp_group: Any) -> Any:
-    """Return the process group that shares the vocabulary, or None. A DTensor weight brings its own group."""
+    """The process group that shares the vocabulary, or None. A DTensor weight brings its own group."""
     group = None if tp_group is None else process_group(check, "tp_group", tp_group)
     if not is_dtensor(weight):
         return group
@@ -128,7 +128,7 @@ def same_on_all_ranks(
 
 
 def compares_every_call(device: torch.device) -> bool:
-    """Return whether ranks compare arguments in every call on `device`, not only in the first call."""
+    """True if ranks compare arguments in every call on `device`, not only in the first call."""
     # On a CPU, do not read GSPO_CHECK here: a rank with an invalid value must tell the others.
     return device.type == "cpu" or validation.values_are_checked(device)
 
@@ -162,7 +162,7 @@ def _compared(
 
 
 def _differences(check: TensorChecks, group: str, answers: list[dict[str, Any]]) -> list[str]:
-    """Return a message for each fact that differs between ranks. Ranks that lack a fact are skipped."""
+    """Write a message for each fact that differs between ranks. Ranks that lack a fact are skipped."""
     messages = []
     for name in dict.fromkeys(name for answer in answers for name in answer):
         known = [answer[name] for answer in answers if name in answer]
@@ -190,6 +190,6 @@ def _facts(values: dict[str, Any], group: str) -> dict[str, Any]:
 
 
 def _checksum(x: Tensor) -> int:
-    """Return the CRC-32 of the bytes of `x`, with -0.0 as 0.0."""
+    """CRC-32 of the bytes of `x`. -0.0 counts as 0.0."""
     x = (x.detach() + 0).cpu().contiguous()
     return zlib.crc32(ctypes.string_at(x.data_ptr(), x.nbytes))

@@ -20,7 +20,7 @@ def resolve(group: str) -> Any:
 
 
 def gather(x: Tensor, group: str) -> Tensor:
-    """Gather `x` [K, ...] from every rank to [ranks, K, ...], by one all-gather, or none if `x` is empty."""
+    """Gather `x` [K, ...] from every rank to [ranks, K, ...] by one all-gather, which is skipped if `x` is empty."""
     process_group = resolve(group)
     out = x.new_empty(process_group.size(), *x.shape)
     if x.numel():
@@ -91,5 +91,5 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient(x: Tensor, group: Any) -> Tensor:
-    """Return `x` unchanged. In the backward, its gradient is summed over the ranks by one all-reduce."""
+    """Pass `x` through. In the backward, sum its gradient over the ranks by one all-reduce."""
     return _SumGradient.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x

@@ -10,17 +10,17 @@ from ..validation import TensorChecks, Unquoted
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return whether `x` is a DTensor, without importing the module that defines it."""
+    """True if `x` is a DTensor. Does not import the module that defines DTensors."""
     return type(x).__name__ == "DTensor"
 
 
 def local(x: Any) -> Any:
-    """Return this rank's part of a DTensor, other objects unchanged. The gradient becomes a DTensor again."""
+    """Take this rank's part of a DTensor, whose gradient becomes a DTensor again. Other objects pass unchanged."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def local_rows(x: Any) -> Any:
-    """Return this rank's rows of a DTensor, other objects unchanged. A rank without rows gets one row of padding."""
+    """Take this rank's rows of a DTensor, or one row of padding if it has none. Other objects pass unchanged."""
     rows = local(x)
     return F.pad(rows, (0,) * (2 * rows.ndim - 1) + (1,)) if is_dtensor(x) and rows.shape[0] == 0 else rows
 

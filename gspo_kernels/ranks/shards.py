@@ -32,27 +32,27 @@ class Shard(NamedTuple):
         return self.rank * self.rows
 
     def columns(self, rank: int | None = None) -> int:
-        """Return the number of columns on a rank (default: this rank), without padding."""
+        """Number of columns on a rank (default: this rank), without padding."""
         rank = self.rank if rank is None else rank
         return max(min(self.vocab_size - rank * self.rows, self.rows), 0)
 
     def tiles(self, width: int) -> list[int]:
-        """Return the number of tiles on each rank. A tile has `width` columns, or fewer at the end of a shard."""
+        """Number of tiles on each rank. A tile has `width` columns, or fewer at the end of a shard."""
         return [-(-self.columns(rank) // width) for rank in range(self.ranks)]
 
     def tile_of(self, column: Tensor, width: int) -> Tensor:
-        """Return the index of the tile that contains each column, int64. Both are counted over all ranks."""
+        """Index of the tile that contains each column, int64. Tiles and columns are counted over all ranks."""
         return column // self.rows * -(-self.rows // width) + column % self.rows // width
 
     def widths(self, width: int, device: torch.device) -> Tensor:
-        """Return the number of columns in each tile, over all ranks, [tiles] int64."""
+        """Number of columns in each tile of all ranks, [tiles] int64."""
         tile = torch.arange(sum(self.tiles(width)), device=device)
         rank, tile = tile // -(-self.rows // width), tile % -(-self.rows // width)
         columns = (self.vocab_size - rank * self.rows).clamp(max=self.rows)
         return (columns - tile * width).clamp(max=width)
 
     def own_tiles(self, x: Tensor, width: int) -> Tensor:
-        """Select this rank's tiles from `x` [..., tiles of all ranks]. If it has no tiles, return one of zeros."""
+        """Select this rank's tiles from `x` [..., tiles of all ranks]. A rank without tiles gets one tile of zeros."""
         tiles = self.tiles(width)
         first = sum(tiles[: self.rank])
         own = x[..., first : first + tiles[self.rank]]
@@ -67,21 +67,21 @@ def shard_of(text: str) -> Shard:
 
 
 def widest_shard(head: Any) -> int:
-    """Return the largest column count of any rank. Caches are sized by it, so that all ranks keep the same rows."""
+    """The largest column count of any rank. Caches are sized by it, so that all ranks keep the same rows."""
     return shard_of(head.shard).columns(0) if head.shard else head.vocab_size
 
 
 def columns_of_all_ranks(shard: str, vocab_size: int) -> int:
-    """Return the number of vocabulary columns on all ranks, without padding."""
+    """Number of vocabulary columns on all ranks together, without padding."""
     return shard_of(shard).vocab_size if shard else vocab_size
 
 
 def columns_over(group: Any, weight: Any) -> int:
-    """Return the number of rows of the head on all ranks, including padding."""
+    """Number of rows of the head on all ranks together, including padding."""
     return weight.shape[0] if is_dtensor(weight) else weight.shape[0] * group.size()
 
 
 def shard_over(group: Any, weight: Any, vocab_size: int) -> Shard:
-    """Return this rank's Shard. A DTensor is divided as by `torch.chunk`."""
+    """Make this rank's Shard. A DTensor is divided like `torch.chunk` divides."""
     rows = -(-columns_over(group, weight) // group.size())
     return Shard(group.group_name, dist.get_rank(group), group.size(), rows, vocab_size)

@@ -105,7 +105,7 @@ def _measure(fused: FusedHead, model: Any) -> None:
 
 
 def base_model(model: Any) -> Any:
-    """Return the transformers model inside wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT."""
+    """Strip the wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT from a transformers model."""
     *_, base = _unwrap(model)
     return base
 
@@ -131,7 +131,7 @@ def is_fused(model: nn.Module) -> bool:
 
 
 def fused_head_of(model: Any) -> FusedHead | None:
-    """Return the FusedHead of a transformers model, or None if it has none or lost its forward to pickle.
+    """The FusedHead of a transformers model; None if it has none or lost its forward to pickle.
 
     Pickle saves a bound method by its name, which in the loaded model is the forward of its class.
     """
@@ -159,7 +159,7 @@ class FusedHead:
         self.install()
 
     def install(self) -> None:
-        """Wrap the model's forward. May be called again if another wrapper encloses ours by now."""
+        """Wrap the model's forward. May be called again once another wrapper encloses ours."""
         wrapped = self.model.forward
 
         # `generate` and Trainer inspect the signature of forward, so keep it by `wraps`. accelerate takes the function
@@ -186,7 +186,7 @@ class FusedHead:
         return self._forwards[-1] in (self.model.forward, vars(self.model).get("_original_forward"))
 
     def uninstall(self) -> None:
-        """Undo every `install` after the first, as far as no other wrapper encloses it."""
+        """Undo every `install` after the first, unless another wrapper encloses it."""
         while len(self._forwards) > 1 and self._is_called():
             self._unwrap()
 
@@ -244,7 +244,7 @@ class FusedHead:
         return options
 
     def is_measured(self) -> bool:
-        """False before the first measurement, which a deep copy makes anew."""
+        """False before the first measurement. A deep copy starts unmeasured."""
         return self._options is not None
 
     def is_outdated(self) -> bool:
@@ -255,7 +255,7 @@ class FusedHead:
         return {**vars(self), "_options": None, "_measured": ()}  # of a copy
 
     def _identity(self) -> tuple[Any, ...]:
-        """Return everything that the options depend on: the head, and the numbers of the model and its configuration.
+        """Everything that the options depend on: the head, and the numbers of the model and its configuration.
 
         A number is also a NumPy number, or a tensor without dimensions: its version stands for its value, because
         reading it would make the host wait. Numbers whose name ends in "_id" are left out. Trainers set them, and they
@@ -363,7 +363,7 @@ class FusedHead:
 
 
 def _method_of(model: Any, forward: Any) -> Any:
-    """Return the forward as a method of `model`, which may be a deep copy of the model that it belongs to."""
+    """Bind the forward to `model`, which may be a deep copy of the model that it belongs to."""
     function = getattr(forward, "__func__", None)
     return forward if function is None else types.MethodType(function, model)
 
@@ -402,7 +402,7 @@ class _StandIn(nn.Module):
 
 
 def logit_options(model: nn.Module) -> Mapping[str, Any]:
-    """Return the operations that `model` applies to its logits, as keyword arguments of the losses.
+    """The operations that `model` applies to its logits, as keyword arguments of the losses.
 
     For training loops that compute the hidden states without `with_head`. Arguments and errors are the same as in
     `fuse_head`. Afterwards the model is fused only if it was fused before.

@@ -41,7 +41,7 @@ class LogitOptions:
     vocab_size: int
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of the losses."""
+        """The same options as keyword arguments of the losses."""
         return {
             "logit_scale": self.logit_scale,
             "logit_softcap": self.logit_softcap,
@@ -57,8 +57,8 @@ class LogitOptions:
 def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
     """Measure the scale, the soft-cap and the number of columns of the model's logits.
 
-    Three probes replace the head. Small numbers show the scale, large numbers show the soft-cap, and a ramp of numbers
-    checks both.
+    Three probes replace the head. Small numbers reveal the scale, large numbers reveal the soft-cap, and a ramp of
+    numbers checks both.
 
     Raises:
         HeadError: the model's logits are not softcap(scale * x) over the first columns.
@@ -104,7 +104,7 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
     fused_results: list[Any] = []
 
     def with_fused(hidden: Tensor) -> Tensor:
-        # Switch off autocast, which the model's forward may have enabled, and dropout. With them, the head and
+        # Switch off dropout, and autocast, which the model's forward may have enabled. With either, the head and
         # `linear_log_probs` would not compute the same.
         with torch.autocast(hidden.device.type, enabled=False), _evaluated(head):
             hidden = hidden.to(_logits_dtype(head))
@@ -131,7 +131,7 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
 
 
 def _all_columns(head: Any, logits: Tensor) -> Tensor:
-    """Return the logits of all columns [..., V]. `parallelize_module` may return only this rank's columns."""
+    """Gather the logits of all columns, [..., V]. `parallelize_module` may return only this rank's columns."""
     weight = _weight(head)
     if is_dtensor(logits):
         return cast("Any", logits).full_tensor()
@@ -144,7 +144,7 @@ def _all_columns(head: Any, logits: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _evaluated(head: Any) -> Iterator[None]:
-    """Switch `head` to evaluation mode (no dropout), except bitsandbytes' layers (see `packing_prevented`)."""
+    """Switch `head` to evaluation mode (no dropout), but leave bitsandbytes' layers alone (see `packing_prevented`)."""
     with _in_mode([module for module in head.modules() if not _packs_in_evaluation(module)], training=False):
         yield
 
@@ -178,7 +178,7 @@ def _in_mode(modules: list[Any], training: bool) -> Iterator[None]:
 
 
 def identity(head: Any) -> tuple[Any, ...]:
-    """Return everything that measured options depend on: the head, its columns, its patched forward and its hooks.
+    """Everything that measured options depend on: the head, its columns, its patched forward and its hooks.
 
     These are the objects themselves: the id of a removed hook may be that of the next one.
     """
@@ -193,7 +193,7 @@ def _hooks(head: Any) -> Iterator[Any]:
 
 
 def _columns(head: Any) -> int:
-    """Return V of the head's weight [V, H]. A sharded weight reports its full shape."""
+    """V of the head's weight [V, H]. A sharded weight reports its full shape."""
     weight = _weight(head)
     return weight.shape[0] if weight.ndim == 2 else take_apart(head).linear.out_features
 
@@ -204,7 +204,7 @@ def _logits_dtype(head: Any) -> torch.dtype:
 
 
 def _weight(head: Any) -> Tensor:
-    """Return the weight of the head. If FSDP1 or PEFT wraps the head, return the weight of the wrapped layer."""
+    """The weight of the head. If FSDP1 or PEFT wraps the head, this is the weight of the wrapped layer."""
     layer = take_apart(head).linear
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
@@ -216,7 +216,7 @@ def _weight(head: Any) -> Tensor:
 
 
 def _numbers(config: Any) -> list[float]:
-    """Return the positive numbers of a configuration and of its text part: candidates for `_snap`."""
+    """The positive numbers of a configuration and of its text part: candidates for `_snap`."""
     values = dict(config.to_dict())
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     values |= text.to_dict() if text is not None else {}
@@ -228,6 +228,6 @@ def _is_number(x: Any) -> bool:
 
 
 def _snap(measured: float, candidates: list[float]) -> float:
-    """Return the candidate nearest to `measured`, or `measured` if no candidate is within the measurement's error."""
+    """Round `measured` to the nearest candidate. If none is within the measurement's error, leave it unchanged."""
     nearest = min(candidates, key=lambda c: abs(c - measured), default=measured)
     return nearest if abs(nearest - measured) <= _SCALE_ERROR * abs(measured) else measured

@@ -12,9 +12,9 @@ releases whose GPTModel takes an `output_processor` (0.18 and later). Code that 
 For trainers on Megatron Core, see `slime`, `skyrl`, `nemo_rl` and `areal` in `integrations.trainers`, and
 `integrations.verl.megatron`.
 
-The output layer is sharded over the tensor-parallel group, so its weight, its group and the kind of reduction of the
-hidden states' gradient are taken from the layer. Hidden states are [S, B, H]; with sequence parallelism, each rank has
-S / TP of the S positions. Results are [B, S], as Megatron's labels.
+The output layer is sharded over the tensor-parallel group. Its weight, its group, and how the gradient of the hidden
+states is reduced are read from the layer. Hidden states are [S, B, H]; with sequence parallelism, each rank has
+S / TP of the S positions. Results are [B, S], like Megatron's labels.
 """
 
 from gspo_kernels.extras import needs

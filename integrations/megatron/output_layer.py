@@ -49,16 +49,16 @@ def model_log_probs(
     """Call a GPTModel, and return the log-probs of `target_ids` instead of logits.
 
     Args:
-        model: a GPTModel, also inside DistributedDataParallel and Float16Module.
+        model: a GPTModel, plain or wrapped in DistributedDataParallel and Float16Module.
         target_ids: [B, S] int64. hidden[s] predicts target_ids[s]: this function shifts nothing. Under context
-            parallelism, this rank's tokens.
-        mask, temperature, vocab_size, entropy: as `Targets` says.
+            parallelism, pass this rank's tokens.
+        mask, temperature, vocab_size, entropy: see `Targets`.
         gradient_budget, cache_mib, backend: arguments of `linear_log_probs`.
         inputs: arguments of the model's forward by name, such as input_ids, position_ids and packed_seq_params.
 
     Returns:
-        LogProbOutput with fields [B, S] on the last pipeline stage. On other stages the model's output, hidden states
-        for the next stage; there only Megatron's own code runs.
+        LogProbOutput with fields [B, S] on the last pipeline stage. Other stages run only Megatron's own code, and
+        return the model's output, hidden states for the next stage.
 
     Raises:
         TypeError: the output layer is not a plain ColumnParallelLinear.
@@ -96,7 +96,7 @@ def output_processor(
     context: Targets,
     **_: Any,
 ) -> LogProbOutput:
-    """Compute log-probs from the hidden states of a GPTModel. For its argument `output_processor`.
+    """Compute log-probs from the hidden states of a GPTModel, as the value of its argument `output_processor`.
 
     Args:
         hidden_states: [S, B, H], or [S / TP, B, H] with sequence parallelism.
@@ -115,10 +115,10 @@ def output_processor(
 
 
 def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
-    """Return the offsets of this rank's tokens of each packed sequence, [sequences + 1], for `policy_loss`.
+    """Offsets of this rank's tokens in each packed sequence, [sequences + 1], for `policy_loss`.
 
-    Megatron pads every sequence to a multiple of 2 CP tokens, and gives each of the CP ranks the same number. The
-    mask of the loss must leave out the padding.
+    Megatron pads every sequence to a multiple of 2 CP tokens, and gives each of the CP ranks the same number of tokens.
+    The mask of the loss must leave out the padding.
     """
     padded = packed_seq_params.cu_seqlens_q_padded
     offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
@@ -126,7 +126,7 @@ def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
 
 
 def _log_probs(layer: Any, hidden: Tensor, weight: Any, targets: Targets) -> LogProbOutput:
-    """Return log-probs [S, B] where the layer would return logits."""
+    """Compute log-probs [S, B] where the layer would compute logits."""
     weight = layer.weight if weight is None else weight
     check_layer(layer, weight)
     if layer.sequence_parallel:
@@ -153,12 +153,12 @@ def _log_probs(layer: Any, hidden: Tensor, weight: Any, targets: Targets) -> Log
 
 
 def gathered(hidden: Tensor, tp_group: Any) -> Tensor:
-    """Gather [S / TP, B, H] of sequence parallelism to [S, B, H]. The backward sums over the ranks and scatters."""
+    """Gather hidden states of sequence parallelism, [S / TP, B, H] -> [S, B, H]. The backward reduce-scatters."""
     return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=tp_group)
 
 
 def layer_options(layer: Any) -> dict[str, Any]:
-    """Return the options of `linear_log_probs` that a ColumnParallelLinear's settings stand for."""
+    """Translate a ColumnParallelLinear's settings to options of `linear_log_probs`."""
     return {
         "bias": None if layer.skip_bias_add else layer.bias,  # GPTModel ignores a bias that the layer returns
         "tp_group": layer.tp_group,
@@ -167,7 +167,7 @@ def layer_options(layer: Any) -> dict[str, Any]:
 
 
 def _transposed(x: Any) -> Any:
-    """Return a [B, S] tensor as [S, B] and vice versa, and other values unchanged."""
+    """Transpose a matrix, [B, S] to [S, B] or back. Other values pass unchanged."""
     return x.t() if isinstance(x, Tensor) and x.ndim == 2 else x
 
 
@@ -180,8 +180,8 @@ def check_layer(layer: Any, weight: Tensor) -> None:
     config = layer.config
     if config.defer_embedding_wgrad_compute:
         check.fail("defer_embedding_wgrad_compute", "False", True)
-    # With fusion, the losses of multi-token prediction mark the weight's gradient as added already, and Megatron's
-    # hook then drops ours, unless the weight has this attribute, as tied weights do.
+    # With fusion, the losses of multi-token prediction mark the weight's gradient as already added. Megatron's hook
+    # then drops ours, unless the weight has this attribute, which tied weights do.
     fused = getattr(config, "mtp_num_layers", None) and layer.gradient_accumulation_fusion
     if fused and not getattr(weight, "zero_out_wgrad", False):
         check.fail("gradient_accumulation_fusion", "False with multi-token prediction and an untied output layer", True)

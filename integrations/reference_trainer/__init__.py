@@ -1,6 +1,6 @@
 """A reference trainer for GSPO: the complete loop in plain PyTorch and `transformers`, short enough to read in full.
 
-`gspo train` is its command line, docs/trainer.md its manual. Read `trainer.py` and `update.py` first.
+`gspo train` is its command line, and docs/trainer.md is its manual. Read `trainer.py` and `update.py` first.
 Prompts and their rewards are in `integrations/tasks`. All modules here:
 
     trainer      the loop                  update       from a rollout to an optimizer step

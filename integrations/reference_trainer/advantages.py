@@ -28,14 +28,14 @@ KL: dict[str, Callable[[Tensor], Tensor]] = {  # estimators, of old minus refere
 def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, running: RunningMoments) -> Tensor:
     """Apply the functions that `config.advantages` names, in order.
 
-    If the task rewards turns and the ratio is not "sequence", the advantage of a turn comes from the rewards from this
-    turn on. Then `config.advantages` must be `group_advantages` alone.
+    If the task rewards turns and the ratio is not "sequence", the advantage of a turn comes from the rewards of this
+    turn and all later ones. `config.advantages` must then be `group_advantages` alone.
 
     Args:
         running: the moments of all rewards so far, for normalize_rewards with by="running".
 
     Returns:
-        [B] or [B, T], 0 for answers to which no reward applies. They do not count in means and standard deviations.
+        [B] or [B, T]. Answers to which no reward applies get 0, and are left out of means and standard deviations.
     """
     if rewards.turns is not None and config.objective.ratio != "sequence":
         return advantages_of_turns(config, batch, rewards.total, rewards.turns)
@@ -89,7 +89,7 @@ def check_steps(config: TrainConfig) -> None:
 
 
 def advantages_of_turns(config: TrainConfig, batch: Batch, total: list[float], turns: list[list[float]]) -> Tensor:
-    """Return advantages per token [B, T]. All turns of the answers to a prompt form one group."""
+    """Compute advantages per token, [B, T]. All turns of the answers to a prompt form one group."""
     if [step.call for step in config.advantages] != ["group_advantages"]:
         raise InputError("advantages: expected group_advantages alone for a task that rewards turns")
     device = batch.old_log_probs.device

@@ -1,4 +1,4 @@
-"""The state of a run on disk: replaced by an atomic rename, checked when read, and enough to continue to the bit."""
+"""The state of a run on disk. It is replaced atomically and checked when read. A resumed run has the same bits."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ def check_form(where: str, value: Any, form: Any, name: str = "its content") -> 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path at which to write a file or folder. Move it to `path` at the end; remove it if that fails.
+    """Yield a path at which to write a file or folder. Move it to `path` at the end, or remove it if that fails.
 
     Raises:
-        WriteError: the system refuses. What was at `path` is still there.
+        WriteError: the system refuses. Whatever was at `path` before is still there.
     """
     partial, replaced = (path.with_name(f"{path.name}.{suffix}") for suffix in ("partial", "replaced"))
     try:
         with naming(path):
-            remove(partial)  # of a process that was killed
+            remove(partial)  # left by a process that was killed
             yield partial
             if partial.is_dir() and path.exists():  # a folder replaces only an empty folder
                 remove(replaced)
@@ -120,7 +120,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException | None) -> BaseException | None:
-    """Return the error of the operating system behind an error, or None.
+    """The operating system's error behind `error`, or None.
 
     torch.save raises a RuntimeError about positions in its file while it handles the OSError. safetensors and
     tokenizers, which are written in Rust, raise other classes, whose texts end in "(os error 28)".

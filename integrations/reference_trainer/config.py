@@ -176,7 +176,7 @@ class TrainConfig:
             raise InputError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all options as plain values, in the form in which a file has them."""
+        """All options as plain values, in the form in which a file holds them."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "objective"}
         plain = {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
         plain |= {name: str(x) for name, x in plain.items() if isinstance(x, Path)}
@@ -215,14 +215,14 @@ class TrainConfig:
         return self.objective.kl_coef > 0 or any(step.options.get("kl_coef") for step in self.advantages)
 
     def new_tokens_at(self, step: int) -> int:
-        """Return the longest answer in a step, from 1: it grows linearly over the first `length_steps` steps."""
+        """The longest answer in `step` (from 1), in tokens. It grows linearly over the first `length_steps` steps."""
         if step > self.length_steps:
             return self.max_new_tokens
         grown = (self.max_new_tokens - self.initial_new_tokens) * (step - 1) / self.length_steps
         return self.initial_new_tokens + int(grown)
 
     def learning_rate_at(self, update: int) -> float:
-        """Return the learning rate of an optimizer update, from 0: linear warm-up, then the schedule's decay to 0."""
+        """The learning rate of `update` (from 0): linear warm-up, then the schedule's decay to 0."""
         if update < self.warmup_updates:
             return self.learning_rate * (update + 1) / self.warmup_updates
         done = (update - self.warmup_updates) / max(1, self.total_updates - self.warmup_updates)

@@ -131,8 +131,8 @@ def read_config(
     """Make a TrainConfig. Later sources win: preset, the file or the resumed run's options, key=value texts.
 
     Raises:
-        InputError: an option does not exist (the message names the nearest, or ours for TRL's), or its value cannot be
-            used.
+        InputError: an option does not exist (the message names the nearest option, or for a TRL name our equivalent),
+            or its value cannot be used.
     """
     options: dict[str, Any] = {} if file is None else options_of_file(Path(file))
     place: dict[str, Any] = {}
@@ -200,7 +200,7 @@ def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def converted(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `train_config`: check the names, convert the values, and make the Objective."""
+    """Make arguments of `train_config`: check the names, convert the values, and make the Objective."""
     chosen: dict[str, Any] = {}
     changes: dict[str, Any] = {}
     for name, value in options.items():
@@ -228,7 +228,7 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert(name: str, kind: str, value: Any) -> Any:
-    """Convert a value from YAML, or the text of key=value, to the type of an option. Raise an InputError for others."""
+    """Convert a value from YAML, or the text of key=value, to the type of an option, or raise an InputError."""
     if value is None or (kind.endswith("| None") and str(value).lower() in ("none", "null")):
         return None
     expected, converter = KINDS[kind.removesuffix(" | None")]
@@ -242,7 +242,7 @@ def convert(name: str, kind: str, value: Any) -> Any:
 
 
 def items_of(value: Any) -> Sequence[Any]:
-    """Return the items of a list, or of a text with commas such as "0,1,2"."""
+    """The items of a list, or of a text with commas such as "0,1,2"."""
     if isinstance(value, str):
         return [part.strip() for part in value.strip("[] ").split(",") if part.strip()]
     return value if isinstance(value, Sequence) else [value]

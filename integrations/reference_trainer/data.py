@@ -1,4 +1,4 @@
-"""The prompts and rewards of a run: its task, a jsonl file of prompts and answers, functions named by their place."""
+"""The prompts and rewards of a run: a task, a jsonl file of prompts and answers, or reward functions by import path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPECTED = 'expected "module:function" or "file.py:function", with a weight if w
 
 
 def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> Task:
-    """Return the run's task with the run's rewards. Takes arguments of `train`."""
+    """Make the run's task, with the run's rewards. Takes arguments of `train`."""
     components = tuple(load_reward(spec) for spec in config.reward)
     if reward is not None:
         components = components_of(reward)
@@ -36,7 +36,7 @@ def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None
 
 
 def components_of(reward: Reward) -> tuple[RewardComponent, ...]:
-    """Return the reward of `train` as components. Functions have weight 1 and are logged under their own names."""
+    """Convert the reward of `train` to components. Functions have weight 1 and are logged under their own names."""
     rewards: Any = reward
     if not isinstance(reward, list | tuple) or isinstance(reward, RewardComponent):  # a component is a tuple
         rewards = [reward]
@@ -107,7 +107,7 @@ def is_chat(messages: list[Any]) -> bool:
 
 
 def load_reward(spec: str) -> RewardComponent:
-    """Load a reward function from "module:function" or "file.py:function", with a weight if wanted: "0.5*...".
+    """Load a reward function from "module:function" or "file.py:function". A weight may precede it: "0.5*...".
 
     Modules are also looked for in the current folder. The function's name is the component's name.
 

@@ -1,4 +1,4 @@
-"""Several processes started by torchrun: who samples what, sums over processes, sharded weights.
+"""Several processes started by torchrun: their shares of the samples, sums over processes, and sharded weights.
 
 With parallel=ddp every process has all weights, and `average_gradients` averages their gradients before each optimizer
 step. With parallel=fsdp2 every process has a part of each weight, and FSDP2 averages the gradients. Either way, all
@@ -60,13 +60,13 @@ def processes(config: TrainConfig) -> Iterator[None]:
 
 
 def share(items: Sequence[Item]) -> Sequence[Item]:
-    """Return this process's consecutive part of the items, or of the rows of a tensor."""
+    """Take this process's consecutive part of the items, or of the rows of a tensor."""
     start, stop = (round(len(items) * part / world()) for part in (rank(), rank() + 1))
     return items[start:stop]
 
 
 def gather(value: Item) -> list[Item]:
-    """Return the values of all processes, in the order of their ranks."""
+    """Gather the values of all processes, in rank order."""
     if world() == 1:
         return [value]
     values: list[Any] = [None] * world()
@@ -122,20 +122,20 @@ def gathered(policy: Policy) -> Iterator[None]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be sharded as a whole, in CPU memory. All processes must call this."""
+    """Gather a tensor that may be sharded, in CPU memory. All processes must call this."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def whole_weights(policy: Policy) -> dict[str, Tensor] | None:
-    """Return the state dict of a sharded model as whole tensors; None if the model is not sharded."""
+    """State dict of a sharded model, with whole tensors; None if the model is not sharded."""
     if not isinstance(policy.inner, FSDPModule):
         return None
     return {name: full(weight) for name, weight in policy.model.state_dict().items()}
 
 
 def like(whole: Tensor, example: Tensor) -> Tensor:
-    """Return a whole tensor on the device of `example`, and sharded as it is. Scalars are returned unchanged."""
+    """Move a whole tensor to the device of `example`, and shard it in the same way. Scalars are returned unchanged."""
     if whole.ndim == 0:
         return whole
     whole = whole.to(example.device)

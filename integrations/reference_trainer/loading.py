@@ -30,12 +30,12 @@ def set_seed(seed: int) -> None:
 
 
 def weight_dtype(config: TrainConfig) -> torch.dtype:
-    """Return the dtype of the weights. FSDP2 keeps them in fp32, and gathers them in bf16 for precision="bf16"."""
+    """The dtype of the weights. FSDP2 keeps them in fp32, and gathers them in bf16 for precision="bf16"."""
     return torch.bfloat16 if config.precision == "bf16" and config.parallel != "fsdp2" else torch.float32
 
 
 def policy_of_seed(config: TrainConfig, seed: int, characters: str, device: torch.device) -> Policy:
-    """Make the policy of a seed on a device, with its reference if the loss needs one, and sharded with fsdp2."""
+    """Make the policy of a seed on a device. Add its reference if the loss needs one. With fsdp2, shard it."""
     set_seed(seed)
     policy = initial_policy(config, characters)
     policy.model.to(device)
@@ -88,10 +88,10 @@ def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
 
 
 def located(source: str) -> tuple[str, str]:
-    """Return the folder or hub id of a checkpoint, and what is the matter if it cannot be loaded.
+    """Find the folder or hub id of a checkpoint. Also return the reason to give if it cannot be loaded.
 
     Raises:
-        InputError: `source` is neither a folder nor of the form of a hub id.
+        InputError: `source` is not a folder and does not look like a hub id.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -102,7 +102,7 @@ def located(source: str) -> tuple[str, str]:
 
 
 def quantization(config: TrainConfig) -> Any:
-    """Return transformers' settings for weights in 8 or 4 bits. The language-model head keeps its weights."""
+    """Transformers' settings for weights in 8 or 4 bits. The language-model head keeps its weights."""
     from transformers import BitsAndBytesConfig
 
     try:
@@ -117,7 +117,7 @@ def quantization(config: TrainConfig) -> Any:
 
 
 def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
-    """Add what `config` asks for to a model: LoRA, gradient checkpointing. Return its Policy."""
+    """Add LoRA and gradient checkpointing to a model if `config` asks for them. Return its Policy."""
     if config.lora_rank:
         model = with_lora(model, config)
     if config.gradient_checkpointing:
@@ -148,7 +148,7 @@ def with_lora(model: Any, config: TrainConfig) -> Any:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the named device; "auto" is a GPU if torch has one. Raise an InputError if torch cannot use it."""
+    """Find the named device; "auto" is a GPU if torch has one. Raise an InputError if torch cannot use it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

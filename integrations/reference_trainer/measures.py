@@ -1,4 +1,4 @@
-"""The metrics of micro-batches, and how those of micro-batches, processes and updates combine.
+"""The metrics of micro-batches, and how metrics of micro-batches, processes and updates combine.
 
 Sums and counts are combined, not means. So the results do not depend on `micro_batch_size` or the number of processes.
 """
@@ -19,10 +19,10 @@ MEANS = ("loss", "router_aux_loss", "grad_norm")  # a step has their means over 
 
 
 class Measures(NamedTuple):
-    """What is measured in micro-batches."""
+    """Measurements of one or several micro-batches."""
 
     metrics: dict[str, Tensor]  # of the loss
-    log_ratios: Tensor  # [answers, 3] fp64: of each answer, the number of tokens, and mean and variance of log-ratios
+    log_ratios: Tensor  # [answers, 3] fp64: number of tokens, mean log-ratio and variance of log-ratios per answer
     routers: dict[str, Tensor]  # sums over tokens, see `router_sums`; {} without routers
 
     def cpu(self) -> Measures:
@@ -50,7 +50,7 @@ def measured(mask: Tensor, old_log_probs: Tensor, out: LossOutput, routers: dict
 def router_sums(
     logits: Tensor, mask: Tensor, top_k: int, before: Tensor | None, after: Tensor | None
 ) -> dict[str, Tensor]:
-    """Sum over unmasked tokens what `numbers` needs to tell how evenly the routers use the experts.
+    """Sum over unmasked tokens, for the metrics that tell how evenly the routers use the experts (see `numbers`).
 
     Args:
         logits: of the routers, [layers, b * width, experts].

@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 def untrained(config: TrainConfig, characters: str = SORTING) -> Any:
-    """Return the model without its weights as `inner`, and its `tokenizer`.
+    """Make the model without weights, as `inner`, with its `tokenizer`.
 
     Raises:
         InputError: there is no such model.
@@ -50,7 +50,7 @@ def untrained(config: TrainConfig, characters: str = SORTING) -> Any:
 def predicted_memory(config: TrainConfig, device: torch.device, model: Any = None) -> dict[str, float]:
     """Predict the memory of model, gradients, optimizer and loss on one device, in MiB.
 
-    Activations of the layers and the cache of keys and values are not part of it: they depend on the model's code.
+    This leaves out activations of the layers and the cache of keys and values, which depend on the model's code.
     With parallel=fsdp2 and n processes, all but the loss is divided by n. `model` may be on the meta device; without
     it, `untrained(config)` makes one.
     """
@@ -84,7 +84,7 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
 
 
 def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> str:
-    """Return all options as YAML, the prompts and updates of a run, and the predicted memory.
+    """Describe a run: all options as YAML, its prompts and updates, and the predicted memory.
 
     Takes arguments of `train`.
 

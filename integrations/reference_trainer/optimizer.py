@@ -13,7 +13,7 @@ from .policy import Policy
 
 
 class Optimizer:
-    """AdamW on the trainable weights of a policy. Weights in bf16 have fp32 masters, which are what is optimized."""
+    """AdamW on the trainable weights of a policy. For bf16 weights, it optimizes fp32 master copies."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class Optimizer:
             weight.copy_(master)
 
     def state(self) -> dict[str, Any]:
-        """Return weights, moments and the number of updates, as whole tensors. All processes must call this."""
+        """Weights and moments as whole tensors, and the number of updates. All processes must call this."""
         weights = {
             name: {key: full(x) for key, x in {"weight": master, **self._adamw.state[master]}.items()}
             for name, master in zip(self.names, self.masters, strict=True)
@@ -81,7 +81,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned, into the policy too."""
+        """Restore what `state` returned, including the policy's weights."""
         self.check(state)
         self.updates = state["updates"]
         for name, master in zip(self.names, self.masters, strict=True):

@@ -53,7 +53,7 @@ class Policy:
 
     @property
     def has_routers(self) -> bool:
-        """Whether the model is a mixture of experts: its configuration has `output_router_logits`, True or False."""
+        """True for a mixture of experts, whose configuration has `output_router_logits` (with either value)."""
         return hasattr(decoder_config(self.inner), "output_router_logits")
 
     def run(self, rollout: Any, with_head: Callable[..., Any], train: bool = False) -> tuple[Any, Any]:
@@ -90,7 +90,7 @@ class Policy:
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:
-        """Return the policy before training: this one without its LoRA adapter, or `initial` on this device."""
+        """Yield the policy before training: this one without its LoRA adapter, or `initial` on this device."""
         if self.initial is None:
             with self.model.disable_adapter():
                 yield self
@@ -105,7 +105,7 @@ class Policy:
         """Write the model (with LoRA, its adapter) and the tokenizer so that `load_policy` can load them.
 
         Args:
-            weights: the state dict, for a model whose own is sharded.
+            weights: the state dict to write; required if the model is sharded.
         """
         inner = self.inner
         adapter = {"save_embedding_layers": False} if inner is not self.model else {}
@@ -152,7 +152,7 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
 
 
 def decoder_config(model: Any) -> Any:
-    """Return the configuration of the language model, which may be part of a larger model."""
+    """The configuration of the language model, which may be part of a larger model."""
     return model.config.get_text_config(decoder=True)
 
 

@@ -43,7 +43,7 @@ def lacks_signal(row: Row) -> bool:
 
 
 def likely_cause(rows: list[Row]) -> str:
-    """Return why, in these steps, all answers to each prompt probably had the same reward."""
+    """The probable reason why, in these steps, all answers to each prompt had the same reward."""
     rewards = {row["reward"] for row in rows}
     cut = fmean(row["truncated"] for row in rows)
     failures = sum(row.get("reward_failures", 0) for row in rows)
@@ -101,7 +101,7 @@ class RunReport:
     note: str  # the reason why there is no plot, or ""
 
     def table(self) -> Table:
-        """Return a table with one line per seed."""
+        """A table with one line per seed."""
         headings = ("seed", "start", "end", "rise", "clip fraction, first half", "seconds")
         table = Table(*headings, title="Held-out reward (greedy answers)")
         for column in table.columns:
@@ -112,7 +112,7 @@ class RunReport:
         return table
 
     def warnings(self) -> list[str]:
-        """Return one line per seed that learned nothing from its rewards."""
+        """One line per seed that learned nothing from its rewards."""
         return [
             f"WARNING: seed {result.seed} learned nothing from its rewards. In every step, all answers to each prompt "
             f"had the same reward. {result.no_signal}"
@@ -150,7 +150,7 @@ class RunFolder:
         self._is_open = False
         self._drawn = time.monotonic()
         self._trackers = Trackers(config)
-        self.record: Row = {}  # what the run was started with, for config.json
+        self.record: Row = {}  # the options and arguments that the run was started with, for config.json
         with agreed():
             if self._writes and self.path.is_dir():
                 self._check_unused()
@@ -195,17 +195,19 @@ class RunFolder:
             warnings.warn(f"{reason}: make sure that no other process trains in this folder", stacklevel=2)
 
     def _appending(self, name: str) -> io.FileIO:
-        """Open a file without a buffer: what a full disk refuses would stay in it, and be written when it is closed."""
+        """Open a file without a buffer, which would keep what a full disk refuses, and write it on closing."""
         try:
             return (self.path / name).open("ab", buffering=0)
         except OSError as error:
             raise InputError(f"output: expected a folder to write to, got {self.path} ({error})") from error
 
     def open(self, sizes: dict[str, int] | None = None) -> None:
-        """Make the folder and open its files. `write` does so when a run can start: a failed start destroys nothing.
+        """Make the folder and open its files.
+
+        `write` calls this only once the run can start, so that a failed start destroys nothing.
 
         Args:
-            sizes: the files' sizes at the checkpoint from which the run continues; what was written later is removed.
+            sizes: the files' sizes at the checkpoint from which the run continues. Lines written after it are removed.
                 None: metrics and samples begin anew, and with `overwrite` an earlier run is removed.
         """
         with agreed():
@@ -237,7 +239,7 @@ class RunFolder:
         self._is_open = True
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the open files. Their positions would be wrong after `truncate`, which keeps them."""
+        """Sizes of the open files. `tell` would be wrong after `truncate`, which does not move the position."""
         return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
 
     def write(self, seed: int, row: Row) -> None:
@@ -256,7 +258,7 @@ class RunFolder:
                 self._append("samples.jsonl", {"seed": seed, "step": step, **sample})
 
     def _append(self, name: str, record: Row) -> None:
-        """Append a line, or if that fails nothing."""
+        """Append a line. If that fails, the file does not change."""
         file = self._files[name]
         size = self.sizes()[name]
         line = memoryview((json.dumps(record) + "\n").encode())
@@ -269,7 +271,7 @@ class RunFolder:
                 raise
 
     def rows_of(self, seed: int, size: int | None = None) -> list[Row]:
-        """Return the metrics of a seed, from the first `size` bytes. Raise an InputError if a step is missing."""
+        """Read the metrics of a seed from the first `size` bytes. Raise an InputError if a step is missing."""
         rows = [row for row in read_rows(self.metrics, size) if row["seed"] == seed]
         steps = [row["step"] for row in rows]
         if not steps or steps != list(range(len(steps))) or "eval_reward" not in rows[0]:
@@ -309,7 +311,7 @@ class RunFolder:
     def plot(self, every: float = 0.0) -> tuple[Path | None, str]:
         """Draw curves.png, unless it was drawn in the last `every` seconds. Return its path and "".
 
-        Return None and the reason if there is no plot. A run without plots is worth finishing.
+        Without a plot, return None and the reason, because a run without plots is still worth finishing.
         """
         curves = self.path / "curves.png"
         if self._writes and time.monotonic() - self._drawn >= every:

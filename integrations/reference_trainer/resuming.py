@@ -24,7 +24,7 @@ class Start(NamedTuple):
     task: Task
     record: dict[str, Any]  # for config.json
     saved: dict[str, Any] | None  # the checkpoint from which the run continues
-    notes: list[str]  # lines that say what differs from the run so far
+    notes: list[str]  # lines that say what has changed since the run was started
 
 
 def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> Start:
@@ -64,13 +64,13 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
 
 
 def record_of(task: Task, from_python: list[str]) -> dict[str, Any]:
-    """Return what config.json records besides the options."""
+    """Arguments from Python, weights of rewards, and a hash of the prompts: what config.json adds to the options."""
     rewards = {component.name: component.weight for component in task.rewards.components}
     return {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the options of a run, and what it was started with. Raise an InputError if the folder has no run."""
+    """Read the options of a run, and its record (see `record_of`). Raise an InputError if the folder has no run."""
     path = folder / "config.json"
     if not path.is_file():
         got = folder if folder.is_dir() else f"no folder: {folder}"
@@ -103,7 +103,7 @@ def check_untrained(folder: Path) -> None:
 
 
 def continue_command(folder: Path, from_python: Sequence[str]) -> str:
-    """Return the command or, for a run with arguments from Python, the call that continues a run."""
+    """The command that continues a run or, if the run got arguments from Python, the call."""
     if not from_python:
         return f"gspo train --resume {shlex.quote(str(folder))}"
     arguments = "".join(f", {name}=..." for name in from_python)
@@ -119,7 +119,7 @@ def arrow(before: Any, now: Any) -> str:
 
 
 def changed_options(config: TrainConfig, before: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the values, before and now, of the options that have changed."""
+    """The options that have changed, each with its values before and now."""
     now = json.loads(json.dumps(config.to_dict()))
     names = [name for name in now if name in before and name not in ("name", "output")]
     return {name: [before[name], now[name]] for name in names if before[name] != now[name]}

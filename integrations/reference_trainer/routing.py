@@ -18,7 +18,7 @@ ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "MixtralTopKRouter", "Olm
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model whose experts `routing` records, in the order of the layers."""
+    """The routers whose experts `routing` records, in the order of the layers; [] if the model has none."""
     return [module for module in model.modules() if type(module).__name__ in ROUTERS]
 
 

@@ -35,7 +35,7 @@ class Rollout:
     turn_of_token: Tensor  # [B, T] int64: the turn of a token, from 0; a reply belongs to the turn before it
     truncated: Tensor  # [B] bool: the answer was cut at max_new_tokens
     turns: list[list[str]]  # what the policy wrote in each turn of B answers
-    log_probs: Tensor  # [B, T] fp32: of sampled tokens, as computed while sampling; 0 elsewhere, and if greedy
+    log_probs: Tensor  # [B, T] fp32, computed while sampling; 0 for greedy decoding and at tokens of replies or padding
 
     @property
     def answer_ids(self) -> Tensor:
@@ -50,9 +50,9 @@ class Dialogue:
     example: Example
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)  # for each token of `ids`: the policy sampled it
-    turn_of: list[int] = field(default_factory=list)  # for each token of `ids`
-    log_probs: list[float] = field(default_factory=list)  # for each token of `ids`; 0 in replies, and if greedy
+    sampled: list[bool] = field(default_factory=list)  # for each token of `ids`: whether the policy sampled it
+    turn_of: list[int] = field(default_factory=list)  # for each token of `ids`: its turn
+    log_probs: list[float] = field(default_factory=list)  # for each token of `ids`; 0 in replies and greedy answers
     text: str = ""  # turns and replies
     turns: list[str] = field(default_factory=list)
     done: bool = False
@@ -103,12 +103,12 @@ def converse(
     """Sample `group_size` consecutive answers per example. A temperature of None means greedy decoding.
 
     `task` has the replies of a dialogue; without it, an answer has one turn. An answer ends after `task.max_turns`
-    turns, or where `task.reply` returns None. It has at most `max_new_tokens` tokens, replies included. At that limit
-    it is cut and has no end-of-sequence token; a reply that leaves no room for the next turn is left out.
+    turns, or when `task.reply` returns None. It has at most `max_new_tokens` tokens, replies included. An answer that
+    is cut at that limit has no end-of-sequence token. A reply that leaves no room for the next turn is dropped.
 
     `seeds` has a few integers >= 0 per example. They determine the random numbers of its answers, whatever else is
-    sampled in the same call. None: draw them from torch's generator. `width` is the least number of tokens to which
-    prompts are padded: padding changes the rounding of logits.
+    sampled in the same call. None: draw them from torch's generator. Prompts are padded to at least `width` tokens,
+    because the amount of padding changes how logits are rounded.
     """
     prompts = encode(policy, [example.prompt for example in examples])
     dialogues = [Dialogue(e, ids) for e, ids in zip(examples, prompts, strict=True) for _ in range(group_size)]
@@ -138,7 +138,7 @@ def converse(
 
 
 def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_tokens: int) -> None:
-    """Append the environment's reply to a dialogue. None ends the dialogue, and so does a reply without room."""
+    """Append the environment's reply to a dialogue. None, or a reply that does not fit, ends the dialogue."""
     if reply is None:
         return
     ids = encode_reply(policy, reply)
@@ -202,7 +202,7 @@ class ChosenTokens(LogitsProcessor):
 def choose(logits: Tensor, uniform: Tensor) -> Tensor:
     """Choose a token per row of logits [B, V] fp32 by a number in [0, 1) [B] float64.
 
-    It is the first token whose cumulative probability exceeds the number. A token of probability 0 is never chosen.
+    The first token whose cumulative probability exceeds the number is chosen, so never a token of probability 0.
     """
     probabilities = logits.softmax(-1)
     # In fp32, the sum over a large vocabulary would round small probabilities away.
@@ -213,7 +213,7 @@ def choose(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def end_tokens(policy: Policy) -> set[int]:
-    """Return the ids of the tokens that end a turn."""
+    """The ids of the tokens that end a turn."""
     return set(policy.inner.generation_config.eos_token_id)
 
 
@@ -247,7 +247,7 @@ def left_padded(policy: Policy, rows: Sequence[list[int]], width: int = 0) -> tu
 
 
 def right_padded(rows: Sequence[Sequence[float]], value: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
-    """Pad rows on the right to the longest."""
+    """Pad rows on the right to the length of the longest row."""
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value)
 
@@ -266,7 +266,7 @@ def encode(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
 def encode_reply(policy: Policy, reply: str) -> list[int]:
     """Encode the environment's reply to a turn that ended with an end-of-sequence token.
 
-    With a chat template it is a user's message, followed by what begins the next turn of the assistant.
+    With a chat template, the reply is a user message, followed by the tokens that begin the assistant's next turn.
     """
     tokenizer = policy.tokenizer
     if tokenizer.chat_template is None:
@@ -284,9 +284,8 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
     """Leave out prompts of more than `max_prompt_tokens` tokens (0: none). Return the task and how many were left out.
 
     Raises:
-        InputError: no prompt is left to train on, or none to evaluate on; the longest prompt and an answer of
-            `max_new_tokens` exceed the model's positions; or a prompt has no tokens, or one that the model does not
-            have.
+        InputError: no prompt is left to train or evaluate on; the longest prompt and an answer of `max_new_tokens`
+            exceed the model's positions; or a prompt has no tokens, or a token id beyond the model's embeddings.
     """
     kept: list[list[Example]] = []
     longest = 0

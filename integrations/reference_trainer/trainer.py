@@ -145,7 +145,7 @@ class Training:
         self.progress.begin(self.seed, row)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a checkpoint: weights, optimizer, and the files as they were."""
+        """Continue from a checkpoint: restore weights, optimizer and files."""
         rows = self.folder.rows_of(self.seed, saved["sizes"]["metrics.jsonl"])
         if rows[-1]["step"] != saved["step"]:
             raise InputError(
@@ -154,7 +154,7 @@ class Training:
             )
         self.optimizer.load(saved["optimizer"])
         self.running = RunningMoments(**{name: saved["running"][name] for name in CHECKPOINT["running"]})
-        self.folder.open(saved["sizes"])  # removes what was written after the checkpoint, now that all else is right
+        self.folder.open(saved["sizes"])  # removes lines written after the checkpoint, so do this after all checks
         self.step = saved["step"]
         self.rows = rows
         self.progress.say(f"seed {self.seed}: continues after step {self.step}")
@@ -162,7 +162,7 @@ class Training:
         self.progress.begin(self.seed, evaluated[-1], self.step)
 
     def state(self) -> dict[str, Any]:
-        """Return the state at the end of the last step, for `restore`. All processes must call this."""
+        """The state at the end of the last step, for `restore`. All processes must call this."""
         return {
             "seed": self.seed,
             "step": self.step,
@@ -250,7 +250,7 @@ class Training:
         return answers, self.task.rewards(texts, [x.example for x in answers], turns)
 
     def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
-        """Print one of the failed calls. Unless `allowed`, raise a TrainingError if all calls of a component failed.
+        """Print one of the failed calls. Raise a TrainingError if all calls of a component failed, unless `allowed`.
 
         `rewards` come from all processes, so that all processes raise it.
         """
@@ -261,7 +261,7 @@ class Training:
             self.progress.say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
 
     def evaluate(self, step: int) -> tuple[float, list[Row]]:
-        """Return the mean reward of greedy answers to the held-out prompts, and the first process's first answers."""
+        """Compute the mean reward of greedy answers to held-out prompts. Also return this process's first answers."""
         config = self.config
         held_out = distributed.share(self.task.held_out)
         rewards = [self.task.rewards([], [])]  # a process may have no prompts

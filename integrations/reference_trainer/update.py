@@ -29,7 +29,7 @@ class Batch:
     rollout: Rollout
     old_log_probs: Tensor  # [B, T] fp32, of the policy before the updates
     ref_log_probs: Tensor | None  # [B, T] fp32, of the policy before training
-    experts: Tensor | None = None  # [B, P + T, layers, k] int64, that the routers of a mixture chose for old_log_probs
+    experts: Tensor | None = None  # [B, P + T, layers, k] int64: choices of a mixture's routers, for old_log_probs
     advantages: Tensor | None = None  # [B] or [B, T]
 
 
@@ -49,7 +49,7 @@ class NotFiniteError(TrainingError):
 
 
 def take(record: Any, rows: Tensor) -> Any:
-    """Return some rows of a dataclass whose tensors and lists have one entry per row."""
+    """Select `rows` of a dataclass whose tensors and lists have one entry per row."""
 
     def taken(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -62,7 +62,7 @@ def take(record: Any, rows: Tensor) -> Any:
 
 
 def autocast(config: TrainConfig, policy: Policy) -> torch.autocast:
-    """Return an autocast to bfloat16, enabled by precision="autocast"."""
+    """An autocast to bfloat16, enabled only by precision="autocast"."""
     return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.precision == "autocast")
 
 
@@ -82,7 +82,7 @@ def mini_batches(config: TrainConfig, seed: int, step: int) -> list[list[Tensor]
 
 
 def micro_batches(config: TrainConfig, rows: Tensor) -> list[Tensor]:
-    """Return this process's rows of a mini-batch, divided into micro-batches."""
+    """Divide this process's rows of a mini-batch into micro-batches."""
     own: Any = share(rows)  # type: ignore[type-var]
     return list(own.split(config.micro_batch_size or len(own)))
 
@@ -96,7 +96,7 @@ def with_log_probs(config: TrainConfig, policy: Policy, rollout: Rollout, first_
     order = torch.cat(first_epoch).argsort().to(rollout.input_ids.device)
 
     def computed(model: Policy) -> list[Tensor]:
-        """Return log-probs, and experts if there are any, in the order of the rollout."""
+        """Compute log-probs, and experts for a mixture, in the order of the rollout."""
         done = []
         for rows in first_epoch:
             parts = [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
@@ -117,7 +117,7 @@ def with_log_probs(config: TrainConfig, policy: Policy, rollout: Rollout, first_
 
 @torch.no_grad()
 def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> list[Tensor]:
-    """Return the log-probs of answers, [b, T] fp32, and for a mixture the experts that its routers chose."""
+    """Compute the log-probs of answers, [b, T] fp32. For a mixture, add the experts that its routers chose."""
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
         options |= {"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}
@@ -129,7 +129,7 @@ def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> list[
 
 
 def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
-    """Return the divisors of the loss for a mini-batch with this mask [B, T], so that its micro-batches add up exactly.
+    """The divisors of the loss for a mini-batch with this mask [B, T]. They make its micro-batches add up exactly.
 
     Gradients are averaged over processes, so the counts are divided by their number.
     """
@@ -184,7 +184,7 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
 
 
 def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]) -> Callable[..., LossOutput]:
-    """Return the function of hidden states and head that computes the loss of a micro-batch."""
+    """Make a `with_head` function that computes the loss of a micro-batch."""
 
     def loss(hidden: Tensor, head: Any, **options: Any) -> LossOutput:
         assert batch.advantages is not None

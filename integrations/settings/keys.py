@@ -123,31 +123,31 @@ class Keys:
         return name in self._values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value without checking it. `default` is for settings of `other_names`; the others have a default."""
+        """Read a value without checking it. Only settings of `other_names` need `default`; the others have one."""
         self._read.add(name)
         return self._values.get(name, self._loss_defaults.get(name, default))
 
     def number(self, name: str, rule: Rule, default: float | None = None) -> float:
-        """Return a number, parsing a string if necessary. Refuse anything else, and numbers that break the rule."""
+        """Read a number, parsing a string if necessary. Refuse anything else, and numbers that break the rule."""
         value = self.get(name, default)
         return self.check.number(name, as_number(value), *rule)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number >= 1."""
+        """Read a whole number >= 1."""
         return int(self.number(name, ("a whole number >= 1", lambda x: x >= 1 and x % 1 == 0), default))
 
     def optional(self, name: str, rule: Rule) -> float | None:
-        """Return a number, or None."""
+        """Read a number or None."""
         return None if self.get(name) is None else self.number(name, (f"{rule[0]}, or None", rule[1]))
 
     def flag(self, name: str) -> bool:
-        """Return True or False."""
+        """Read True or False."""
         value = self.get(name)
         self.check.boolean(name, value)
         return value
 
     def choice(self, name: str, table: Mapping[Any, Any]) -> Any:
-        """Return the table's entry for the value. Refuse a value that is not in the table."""
+        """Look the value up in `table`. Refuse a value that is not in the table."""
         value = self.get(name)
         if not isinstance(value, str | bool | None) or value not in table:
             self.refuse(name, f"one of {', '.join(map(repr, table))} (other values are not supported)")
@@ -163,7 +163,7 @@ class Keys:
         self.check.fail(name, expected, self.get(name))
 
     def beside(self, *names: str) -> dict[str, Any]:
-        """Return the settings among `names` whose value is neither empty nor the default, for `Reading.beside`."""
+        """The settings among `names` whose value is neither empty nor the default, for `Reading.beside`."""
         values = {name: self.get(name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, [], self._loss_defaults[name])}
 

@@ -128,7 +128,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
 
 
 def _padded_length(keys: Keys) -> int:
-    """Return the width of ROLL's mask: the padded length of prompt and answer, minus one."""
+    """Width of ROLL's mask: the padded length of prompt and answer, minus one."""
     if keys.get("sequence_length") is not None:
         return keys.count("sequence_length") - 1
     if keys.get("response_length") is None:
@@ -137,7 +137,7 @@ def _padded_length(keys: Keys) -> int:
 
 
 def _roll_advantages(keys: Keys) -> list[Step]:
-    """Return the steps from rewards to advantages."""
+    """Read the steps from rewards to advantages."""
     estimator = keys.choice("adv_estimator", {"reinforce": "reinforce", "grpo": "grpo"})
     keys.must("whiten_rewards", False, why="token_returns does not whiten rewards")
     steps = [_normalized(keys, "group", "group") if estimator == "grpo" else _roll_normalization(keys)]
@@ -161,7 +161,7 @@ def _roll_advantages(keys: Keys) -> list[Step]:
 
 
 def _roll_normalization(keys: Keys) -> Step | None:
-    """Return the step of reward_norm, or of norm_mean_type and norm_std_type. Return None if all are off."""
+    """Read the step of reward_norm, or of norm_mean_type and norm_std_type. None if all are off."""
     kinds = {name: name for name in ("batch", "group", "running", None)}
     by, mean, deviation = (keys.choice(name, kinds) for name in ("reward_norm", "norm_mean_type", "norm_std_type"))
     if by is None:
@@ -176,7 +176,7 @@ def _roll_normalization(keys: Keys) -> Step | None:
 
 
 def _normalized(keys: Keys, mean: Any, deviation: Any) -> Step | None:
-    """Return the step that subtracts a mean and divides by a standard deviation. Return None if both are off.
+    """Make the step that subtracts a mean and divides by a standard deviation. None if both are off.
 
     Args:
         mean, deviation: "group", "batch", "running" or None.

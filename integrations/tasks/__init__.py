@@ -1,4 +1,4 @@
-"""Tasks: prompts, rewards that a program can compute, and for dialogues the environment's replies.
+"""Tasks: prompts, rewards that a program can compute and, for dialogues, the environment's replies.
 
 `task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, "calculator"
 and "arithmetic" for a model that can already copy and add. The reference trainer trains on them, or on a `Task` of

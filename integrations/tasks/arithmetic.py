@@ -27,7 +27,7 @@ class Problem(NamedTuple):
 
 
 def joined(kind: str) -> list[str]:
-    """Return all names of a kind: every combination of its parts in `words.json`, capitalised and shuffled."""
+    """Join the parts of names of a kind in `words.json`: every combination, capitalised and shuffled."""
     words = ["".join(choice).capitalize() for choice in itertools.product(*(part.split() for part in WORDS[kind]))]
     words = list(dict.fromkeys(words))
     random.Random(len(words)).shuffle(words)
@@ -93,6 +93,6 @@ def arithmetic_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> T
 
 
 def steps_add_up(completion: str, answer: str) -> float:
-    """Return 1 if the completion has equations, all are true, and the last one results in the answer; else 0."""
+    """1 if the completion has equations, all of them are true, and the last one results in the answer; else 0."""
     steps = [(int(a), int(b) if sign == "+" else -int(b), int(c)) for a, sign, b, c in EQUATION.findall(completion)]
     return float(bool(steps) and all(a + b == c for a, b, c in steps) and str(steps[-1][2]) == answer)

@@ -65,7 +65,7 @@ def calculate(turn: str, _: Example) -> str | None:
 
 
 def turns_in_place(turns: list[str], answer: str) -> list[float]:
-    """Return the reward of each turn. Turns beyond the expected ones get 0."""
+    """The reward of each turn. Turns beyond the expected ones get 0."""
     expected = answer.split(";")
     scores = [letters_in_place(turn.replace(" ", ""), e) / len(expected) for turn, e in zip(turns, expected)]  # noqa: B905
     return scores + [0.0] * (len(turns) - len(scores))

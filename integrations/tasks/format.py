@@ -37,11 +37,11 @@ def format_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
 
 
 def content(completion: str, answer: str) -> float:
-    """Return the share of the letters that are right, whatever stands between them."""
+    """Share of the letters that are right, ignoring everything between them."""
     marks = re.compile(r"[^a-z]|f\(")
     return letters_in_place(marks.sub("", completion), marks.sub("", answer))
 
 
 def form(completion: str, answer: str) -> float:
-    """Return the share of characters whose kind is right, where all letters are of one kind."""
+    """Share of characters in the right place, if all letters count as the same character."""
     return letters_in_place(re.sub("[a-z]", "x", completion), re.sub("[a-z]", "x", answer))

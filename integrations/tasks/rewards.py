@@ -26,7 +26,7 @@ class InputError(ValueError):
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """Return " (is it 'x'?)" for the most similar of the names, or ""."""
+    """A suggestion for a message: " (is it 'x'?)" for the most similar of the names, or ""."""
     similar = difflib.get_close_matches(str(name), list(names), 1, 0.5)
     return f" (is it {similar[0]!r}?)" if similar else ""
 
@@ -75,7 +75,7 @@ class RewardBatch(NamedTuple):
 
     @property
     def scored(self) -> list[bool]:
-        """For each completion, whether any component applies. The total of the others is 0, but means nothing."""
+        """For each completion, whether any component applies. If none does, its total of 0 means nothing."""
         columns = list(self.components.values())
         return [not columns or any(column[i] is not None for column in columns) for i in range(len(self.total))]
 
@@ -93,7 +93,7 @@ class RewardBatch(NamedTuple):
         return [first[name] for name in self.components if 0 < counts[name] == len(self.total)]
 
     def metrics(self, group_size: int) -> dict[str, float]:
-        """Return means of the rewards, the share of groups without a signal, and counts of failures.
+        """Mean rewards, the share of groups without a signal, and counts of failures, by name.
 
         Completions to which no component applies are left out of the means, and a component that applies to none has no
         mean.
@@ -107,7 +107,7 @@ class RewardBatch(NamedTuple):
         return metrics | ({"reward_failures": len(self.failures)} if self.failures else {})
 
     def share_of_equal_groups(self, group_size: int) -> float:
-        """Return the share of groups whose scored totals are all equal and whose advantages are therefore 0."""
+        """Share of groups whose scored totals are all equal, so that their advantages are 0."""
         totals = [total if scored else None for total, scored in zip(self.total, self.scored, strict=True)]
         groups = [set(totals[at : at + group_size]) - {None} for at in range(0, len(totals), group_size)]
         return sum(len(group) <= 1 for group in groups) / len(groups)
@@ -126,8 +126,8 @@ class Rewards:
     """Weighted components and, for multi-turn tasks, a function that rewards each turn.
 
     A component that returns None does not apply to the completion: it adds nothing to the total. A call that raises an
-    exception, takes longer than `timeout` seconds or returns anything else but finite numbers is a failure, and its
-    reward is 0. `turn_reward` must return a number for every turn.
+    exception, takes longer than `timeout` seconds or returns anything but finite numbers is a failure, and its reward
+    is 0. `turn_reward` must return a number for every turn.
 
     The time limit uses SIGALRM. It interrupts Python code and C code that checks for signals, such as `re`. Other C
     code is interrupted when it returns. Outside the main thread and on Windows there is no limit.
@@ -237,7 +237,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def letters_in_place(completion: str, answer: str) -> float:
-    """Return the number of characters in the right place, divided by the longer length of completion and answer.
+    """Number of characters in the right place, divided by the longer length of completion and answer.
 
     Surplus characters cost as much as missing ones, so the model must learn to stop.
     """
@@ -246,7 +246,7 @@ def letters_in_place(completion: str, answer: str) -> float:
 
 
 def answer_found(completion: str, answer: str) -> float:
-    """Return 1 if the completion equals the answer or ends in it, else 0.
+    """1 if the completion equals the answer or ends with it, else 0.
 
     If the answer is a number, the last number of the completion must equal it in value: 1,200 is 1200.0. Otherwise the
     last words of the completion must equal it, ignoring final punctuation.

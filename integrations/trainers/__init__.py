@@ -5,7 +5,7 @@
     openrlhf   PolicyLoss
     nemo_rl    log_probs                             areal      log_probs_and_entropy
 
-Each module begins with the lines that set its functions. docs/trainers/ has complete lines, and the versions of
+Each module begins with the lines that install its functions. docs/trainers/ has complete lines, and the versions of
 the trainers that these functions were written for. No trainer is imported. `slime.head`, `nemo_rl` and `areal` need
 megatron-core.
 

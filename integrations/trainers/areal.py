@@ -24,7 +24,7 @@ from ..megatron.output_layer import gathered, layer_options
 __all__ = ["log_probs_and_entropy"]
 
 STATISTICS = ["vocab_min_logits", "vocab_max_logits", "vocab_mean_logits", "vocab_norm_logits"]
-ChunkedLMHeadOutput: Any = namedtuple("ChunkedLMHeadOutput", ["logprobs", "entropy", *STATISTICS])  # as AReaL's
+ChunkedLMHeadOutput: Any = namedtuple("ChunkedLMHeadOutput", ["logprobs", "entropy", *STATISTICS])  # like AReaL's
 
 
 def log_probs_and_entropy(
@@ -38,7 +38,7 @@ def log_probs_and_entropy(
     logit_scale: float = 1.0,
     **options: Any,
 ) -> Any:
-    """Compute log-probs and entropies, as AReaL's `chunked_lm_head_logprobs_entropy`.
+    """Compute log-probs and entropies. Replaces AReaL's `chunked_lm_head_logprobs_entropy`.
 
     Args:
         output_layer: AReaL's head. Its settings say how hidden states are sharded and who sums their gradient.

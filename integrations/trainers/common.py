@@ -48,12 +48,12 @@ def loss_of_log_probs(
 
 
 def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
-    """Return cu_seqlens [S + 1] of packed sequences with these lengths, on the device of `like`."""
+    """cu_seqlens [S + 1] of packed sequences with these lengths, on the device of `like`."""
     return torch.tensor([0, *accumulate(lengths)], device=like.device)
 
 
 def logged_metrics(out: LossOutput, **trainer_names: str) -> dict[str, Tensor]:
-    """Return the metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
+    """Rename the metrics to "gspo/<name>", in the loss's dtype. Add some of them again under the trainer's names.
 
     The trainer averages them over micro-batches and ranks. Counts, which `metrics.combine` needs, are left out.
 

@@ -1,4 +1,4 @@
-"""ms-swift's loss, and its log-probs without logits, as methods in a subclass of its GRPOTrainer.
+"""ms-swift's loss, and its log-probs without logits. Set them as methods in a subclass of its GRPOTrainer.
 
 _compute_loss_and_metrics = ms_swift.loss
 _get_logps_via_local_forward = ms_swift.log_probs
@@ -75,7 +75,7 @@ def loss(
 
 
 def _settings(trainer: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
-    """Return ms-swift's settings of the loss by flag: the value, and the value that `objective` requires."""
+    """ms-swift's settings of the loss by flag: the value, and the value that `objective` requires."""
     return {
         "--importance_sampling_level": (trainer.importance_sampling_level, objective.ratio.replace("-", "_")),
         "--loss_type": (trainer.loss_type, "grpo"),

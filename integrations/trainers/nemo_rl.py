@@ -37,7 +37,7 @@ def log_probs(
     chunk_size: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute log-probs of each next token, as NeMo RL's `from_parallel_hidden_states_to_logprobs`.
+    """Compute log-probs of each next token. Replaces NeMo RL's `from_parallel_hidden_states_to_logprobs`.
 
     Args:
         tensor_parallel_hidden_states: [S / TP, B, H]. Sequence parallelism is expected if TP > 1, as in NeMo RL.

@@ -23,8 +23,8 @@ class PolicyLoss(nn.Module):
     """A replacement of OpenRLHF's PolicyLoss for --actor.policy_loss_type gspo, with the same arguments and results.
 
     OpenRLHF adds the KL term and the entropy bonus. As in OpenRLHF's own GSPO, token_level_loss, is_correction_mode,
-    is_correction_gating and is_correction_threshold are ignored, and any is_correction_level but "off" makes vLLM's
-    log-probs the old log-probs of the loss, while ppo_kl stays the KL to the policy's own old log-probs. With
+    is_correction_gating and is_correction_threshold are ignored. Any is_correction_level but "off" makes vLLM's
+    log-probs the old log-probs of the loss. ppo_kl stays the KL to the policy's own old log-probs. With
     Objective(rollout_correction=...), vLLM's log-probs serve only that correction.
 
     Raises:

@@ -97,7 +97,7 @@ def fused_log_probs(
     inference_only: bool,
     **options: Any,
 ) -> Tensor:
-    """Compute log-probs, as SkyRL's `_fused_lm_head_logprob_apply`, for packed and padded batches.
+    """Compute log-probs of packed and padded batches. Replaces SkyRL's `_fused_lm_head_logprob_apply`.
 
     The gradient of hidden is as in `log_probs`.
 
@@ -130,10 +130,10 @@ def log_probs(
     fused_backend: str = "torch",
     **options: Any,
 ) -> Tensor:
-    """Compute log-probs of each next token, as SkyRL's `from_parallel_hidden_to_logprobs`.
+    """Compute log-probs of each next token. Replaces SkyRL's `from_parallel_hidden_to_logprobs`.
 
-    As in SkyRL, the gradient of hidden is this rank's term of the sum over the tensor-parallel group. SkyRL gathered
-    the hidden states of sequence parallelism before, and the backward of that gather adds the terms up.
+    As in SkyRL, the gradient of hidden is only this rank's term of the sum over the tensor-parallel group. SkyRL has
+    gathered the hidden states of sequence parallelism before this call, and the backward of that gather adds the terms.
 
     Args:
         hidden: [B, S / CP, H], cast to the dtype of the weight. Under context parallelism, S / CP positions in
@@ -144,8 +144,8 @@ def log_probs(
         fused_backend: not used.
 
     Returns:
-        [B, S - 1], of the tokens of all ranks of cp_group, on each of them. The backward adds up the gradients of these
-        ranks, as SkyRL's does.
+        [B, S - 1] on every rank of cp_group, for the tokens of all of them. As in SkyRL, the backward adds up the
+        gradients of these ranks.
     """
     check = Checks("skyrl.log_probs")
     ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
@@ -164,7 +164,7 @@ def log_probs(
 
 
 def _order(width: int, ranks: int) -> Tensor:
-    """Return the positions of each rank in Megatron's order of context parallelism, [ranks, width / ranks]."""
+    """Positions of each rank in Megatron's order of context parallelism, [ranks, width / ranks]."""
     if ranks == 1:
         return torch.arange(width)[None]
     parts = torch.arange(width).view(2 * ranks, -1)

@@ -120,7 +120,7 @@ class _Head:
         with_entropy: bool = False,
         non_loss_data: bool = True,
     ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-        """Compute log-probs and entropies of the response tokens, as slime's `get_log_probs_and_entropy`.
+        """Compute log-probs and entropies of the response tokens. Replaces slime's `get_log_probs_and_entropy`.
 
         Args:
             logits: the hidden states, [1, T, H], where slime passes the output of the model.
@@ -128,8 +128,8 @@ class _Head:
             non_loss_data: not used.
 
         Returns:
-            An empty tensor, and lists with one tensor [R] per sample: of all response tokens or, under context
-            parallelism, of this rank's.
+            An empty tensor, and lists with one tensor [R] per sample, for its response tokens. Under context
+            parallelism, only this rank's tokens are included.
         """
         from ..megatron.output_layer import layer_options
 
@@ -245,20 +245,20 @@ def loss(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, objective: Objective) -> Tensor:
-    """Return where the clip window decides the loss. As in slime, dual clip does not count."""
+    """Mark the tokens at which the clip window decides the loss. As in slime, dual clip does not count."""
     bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     return bounded != ratio if objective.surrogate == "cispo" else bounded * advantages < ratio * advantages
 
 
 def _kl(args: Any, log_probs: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-    """Return slime's KL estimate per token, for its log."""
+    """Compute slime's KL estimate per token, for its log."""
     estimator = args.kl_loss_type.replace("low_var_kl", "k3")
     kl = kl_to_reference(log_probs, ref, log_probs - old, estimator)
     return kl * (log_probs - old).exp() if args.use_unbiased_kl else kl
 
 
 def _settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
-    """Return slime's settings of the loss by flag: the value, and the value that `objective` requires."""
+    """slime's settings of the loss by flag: the value, and the value that `objective` requires."""
     kl_type = args.kl_loss_type.replace("low_var_kl", "k3") + (", unbiased" if args.use_unbiased_kl else "")
     estimator = objective.kl_estimator.replace("unbiased", "k3, unbiased")
     return {
@@ -279,7 +279,7 @@ def _settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
 
 
 def _log_probs(args: Any, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return slime's log-probs and entropies of the response tokens, [sum of R] each."""
+    """Call slime's function for log-probs and entropies of the response tokens, [sum of R] each."""
     slime_loss = sys.modules[f"{_PACKAGE}.loss"]  # it calls `loss`, so it is imported
     inputs = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     inputs |= slime_loss.get_rollout_top_p_logprob_kwargs(args, batch)

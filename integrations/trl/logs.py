@@ -76,7 +76,7 @@ def restore_methods(trainer: Any, check: Checks) -> None:
     """Undo all calls of `replace_method`.
 
     Raises:
-        ValueError: a method has been replaced by someone else since then. Nothing is changed.
+        ValueError: other code has replaced a method since then. Nothing is changed.
     """
     replaced = vars(trainer)[_REPLACED]
     for name, (_, ours) in replaced.items():

@@ -52,7 +52,7 @@ class Users:
         return {"fused_before": self.fused_before, "_trainers": []}
 
     def trainers(self) -> list[Any]:
-        """Return the trainers that still exist."""
+        """The trainers that still exist."""
         return [trainer for ref in self._trainers if (trainer := ref()) is not None]
 
     def add(self, trainer: Any) -> None:
@@ -61,7 +61,7 @@ class Users:
         self._trainers.append(weakref.ref(trainer))
 
     def remove(self, trainer: Any) -> None:
-        """Remove a trainer, and those that no longer exist."""
+        """Remove a trainer, and all trainers that no longer exist."""
         self._trainers = [weakref.ref(x) for x in self.trainers() if x is not trainer]
 
 
@@ -117,7 +117,7 @@ class GSPOTrainer(GRPOTrainer):
 
 
 def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSettings:
-    """Check everything about a GSPOTrainer that its class and its arguments tell."""
+    """Check a GSPOTrainer by its class and its arguments, before it is constructed."""
     check = Checks("GSPOTrainer")
     if not isinstance(args, GRPOConfig):
         check.fail("args", "a GSPOConfig or GRPOConfig", Unquoted(f"a {type(args).__name__}"), TypeError)
@@ -287,7 +287,7 @@ def _use_settings(trainer: Any, models: list[Any]) -> None:
 
 
 class _LogProbs:
-    """Replacement of `_get_per_token_logps_and_entropies` before TRL 1.15. Inputs with images go to TRL's method.
+    """Replaces `_get_per_token_logps_and_entropies` before TRL 1.15. Inputs with images go to TRL's method.
 
     A call with ids [B, T] returns the same as TRL's method: log-probs of the last C = logits_to_keep tokens, [B, C]
     fp32; their entropies, [B, C] fp32, or None; and since TRL 1.7 the auxiliary loss of a mixture of experts, or None.
@@ -334,7 +334,7 @@ class _LogProbs:
         return log_probs, entropy, torch.stack(aux_losses).mean() if want_aux_loss else None
 
     def _score(self, targets: Tensor, mask: Tensor, entropy: bool) -> Callable[..., Any]:
-        """Return a function for `with_head`: it computes the log-probs of targets [B, C] where mask [B, C] is not 0."""
+        """Make a `with_head` function that computes the log-probs of targets [B, C] where mask [B, C] is not 0."""
 
         def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
             states = hidden[:, :-1][:, -targets.shape[1] :]  # [B, C, H]

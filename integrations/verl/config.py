@@ -29,7 +29,7 @@ def backward_settings(model_config: Any) -> BackwardSettings:
 
 
 def actor_config(loss_function: Any) -> Any:
-    """Return the ActorConfig of a worker's loss, functools.partial(ppo_loss, config=...), or None for other losses."""
+    """The ActorConfig of a worker's loss, functools.partial(ppo_loss, config=...); None for other losses."""
     return getattr(loss_function, "keywords", {}).get("config")
 
 
@@ -76,7 +76,7 @@ def _old_log_probs_are_the_samplers(data: Any) -> bool:
 
 
 def clip_window(config: Any) -> tuple[float, float]:
-    """Return (clip_low, clip_high) of an ActorConfig."""
+    """(clip_low, clip_high) of an ActorConfig."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 

@@ -106,8 +106,8 @@ class _Score:
         self, micro_batch: Any, args: dict[str, Any], settings: BackwardSettings, entropy_is_only_logged: bool
     ) -> None:
         self.settings = settings
-        # verl adds the entropies to the loss even with a coefficient of 0. Their gradients would be zeros, which take a
-        # slower kernel, and a budget allows none.
+        # verl adds the entropies to the loss even with a coefficient of 0. Their gradients would be zeros, but would
+        # select a slower kernel, and a gradient budget does not allow gradients of entropies.
         self.detach_entropy = entropy_is_only_logged
         self.entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         self.targets = args["input_ids_rmpad_rolled"]  # [N], the next token of every position
@@ -143,7 +143,7 @@ class _Score:
 
 
 def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
-    """Return a bool mask [positions] of the positions that predict a token of a response.
+    """Mark the positions that predict a token of a response, [positions] bool.
 
     All positions are True in three cases: the batch does not contain prompts and responses; the caller asks for all
     log-probs; or sequence parallelism pads the packed batch or splits it over ranks, so that positions do not match

@@ -32,10 +32,10 @@ def linear_cross_entropy(
     dist_process_group: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies, as verl's `linear_cross_entropy`.
+    """Compute log-probs and entropies. Replaces verl's `linear_cross_entropy`.
 
-    As in verl, the gradient of hidden is this rank's term of the sum over the tensor-parallel group. Sequence
-    parallelism, which verl switches on with tensor parallelism, adds the terms up.
+    As in verl, the gradient of hidden is only this rank's term of the sum over the tensor-parallel group. Sequence
+    parallelism, which verl enables together with tensor parallelism, adds up the terms.
 
     Args:
         hidden: [..., H], of all tokens of the tensor-parallel group.
@@ -64,7 +64,7 @@ def linear_cross_entropy(
 def fused_output_processor(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor, context: Any, **_: Any
 ) -> SimpleNamespace:
-    """Compute log-probs and entropies, as verl's `fused_output_processor`, with Megatron Core 0.18 and later.
+    """Compute log-probs and entropies with Megatron Core 0.18 and later. Replaces verl's `fused_output_processor`.
 
     Unlike `linear_cross_entropy`, this also sums the gradient of the hidden states without sequence parallelism.
 

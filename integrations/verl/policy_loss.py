@@ -81,7 +81,7 @@ def gspo_policy_loss(
 
 
 def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm: float | None) -> Objective:
-    """Return the Objective of the token form. Warn once if its aggregation weights answers by length."""
+    """Make the Objective of the token form. Warn once if its aggregation weights answers by length."""
     if aggregation != "seq-mean-token-mean":
         warn_once(
             f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO). GSPO's paper "

@@ -56,7 +56,7 @@ class WrongResult(Exception):
 
 
 def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
-    """Compare the Triton kernels with float64. Return None, or which kernels are wrong and by how much.
+    """Compare the Triton kernels with float64. Return which kernels are wrong and by how much, or None.
 
     The check runs in its own thread, isolated from the caller's modes: autocast, grad and inference mode, default
     device, dispatch modes, current stream. It does not touch the global random state.
@@ -165,7 +165,7 @@ class _Check:
         _check_decisions(ours.coefficient, self.sample.d_log_probs)
 
     def backward(self, cache: Cache | None = None) -> None:
-        """Check log-probs, entropies if there are any, and the exact gradients of all operands.
+        """Check log-probs, the exact gradients of all operands, and entropies if the sample has them.
 
         With a cache, there are several chunks of rows and slabs of columns.
         """
@@ -187,7 +187,7 @@ class _Check:
         self.backward(self._cache())
 
     def budget(self, cache: Cache | None = None) -> None:
-        """Check the choice of cells, and the gradients from these cells of d_logits. Chunks: as in `backward`."""
+        """Check which cells are chosen, and the gradients computed from them. Chunks and slabs are as in `backward`."""
         head = self.head if cache is None else self.head._replace(workspace=SMALL_WORKSPACE)
         cell = kernels.cell_shape(self.head)
         assert cell is not None
@@ -208,12 +208,12 @@ class _Check:
         self.budget(self._cache())
 
     def _cache(self) -> Cache:
-        """Return a cache for all but the last row block."""
+        """A cache for all row blocks except the last."""
         block = tile_config(self.head, "forward").block_n
         return Cache((ROWS - 1) // block * block, self.head.mask)
 
     def _gradients(self, ours: HeadGradients, d_logits: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-        """Return (name, our gradient, gradient computed from `d_logits`) for each operand, on the CPU."""
+        """(name, our gradient, gradient computed from `d_logits`) for each operand, on the CPU."""
         head = self.sample.head
         truth = {"hidden": d_logits @ head.weight.double(), "weight": d_logits.t() @ head.hidden.double()}
         if head.adapter_hidden is not None and head.adapter_weight is not None:

@@ -32,7 +32,7 @@ WIDE_VOCAB = 8400
 WIDE_WIDTH = 128
 FIRST = 256  # columns that get nearly all probability in the skewed batch
 UPSTREAM = 1024.0  # gradient of the loss, large enough that small gradients are within the range of fp16
-# A workspace in which the backward takes several chunks of rows and slabs of columns, in every dtype.
+# So small that the backward takes several chunks of rows and several slabs of columns in every dtype.
 SMALL_WORKSPACE = 2**19
 # Objectives besides GSPO's. Token log-ratios have a standard deviation of 0.02, so all bounds bind at some tokens.
 _TOKEN = Objective(
@@ -108,7 +108,7 @@ class _Random:
 
 
 def unmasked_rows() -> Tensor:
-    """Return the mask of the batches, [N] bool."""
+    """The mask of all batches, [N] bool."""
     return torch.arange(ROWS) % 17 != 10
 
 
@@ -215,9 +215,9 @@ def loss_samples(dtype: torch.dtype) -> list[LossSample]:
 
 
 def _cancelling_sample(dtype: torch.dtype) -> LossSample:
-    """Make a sequence whose log-ratios 1, 8e-4 and -1 cancel, as do its advantages. An fp32 sum would lose digits.
+    """Make a sequence for which an fp32 sum would lose digits: log-ratios 1, 8e-4, -1 and advantages that cancel.
 
-    A lane of the kernel adds tokens that are a block of 256 or 128 tokens apart.
+    Each lane of the kernel adds tokens that are one block, 256 or 128 tokens, apart.
     """
     signs = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).repeat_interleave(256)
     signs = torch.where(torch.arange(768) % 2 == 0, signs, -signs)

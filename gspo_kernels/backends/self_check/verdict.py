@@ -52,7 +52,7 @@ _one_check = threading.Lock()
 
 
 def is_enabled() -> bool:
-    """Return False if GSPO_SELF_CHECK=0."""
+    """False if GSPO_SELF_CHECK=0."""
     text = os.environ.get("GSPO_SELF_CHECK", "1")
     if text not in ("", "0", "1"):
         raise ValueError(f"environment variable GSPO_SELF_CHECK must be 0 or 1, got {text!r}")
@@ -60,7 +60,7 @@ def is_enabled() -> bool:
 
 
 def obstacle(backend: str, device: torch.device, dtype: torch.dtype, subject: str, is_compiling: bool) -> str | None:
-    """Return why `backend` must not run the Triton kernels on `device`, or None if it may. The first call checks them.
+    """The reason why `backend` must not run the Triton kernels on `device`, or None. The first call checks them.
 
     If the check cannot run now and no result is stored, "auto" must not run the kernels, but "triton" may.
 
@@ -106,7 +106,7 @@ def state(device: torch.device, dtype: torch.dtype, subject: str = "head") -> st
 
 
 def is_measured(facts: dict[str, str]) -> bool:
-    """Return whether MEASURED contains the architecture and versions in `facts`."""
+    """True if MEASURED lists the architecture and versions in `facts`."""
     return Measured(facts["architecture"], facts["triton"], facts["torch"].partition("+")[0]) in MEASURED
 
 
@@ -126,7 +126,7 @@ def _warn_unchecked(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _check_once(key: Key, is_compiling: bool) -> str | None:
-    """Return the failure, "" if the check passed, or None if there is no result and the check cannot run now."""
+    """The failure, "" if the check passed, or None if there is no result and the check cannot run now."""
     with _one_check:
         if key not in _failures:
             facts = _facts(*key) if is_enabled() else None
@@ -210,7 +210,7 @@ def _hash_of_sources() -> str:
 
 
 def result_file(facts: dict[str, str]) -> Path | None:
-    """Return the path that stores a result, in the user's cache folder; None if there is no such folder."""
+    """Path of the file that stores a result, in the user's cache folder; None if there is no such folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         base = base if base.is_absolute() else Path.home() / ".cache"

@@ -26,7 +26,7 @@ from . import workers
 from .kept_tile import KeptTiles
 from .tiles import LOG_OF_NOTHING, Tiles, add_product_of_tile, product_of_tile
 
-# On a CPU that multiplies bf16: maximum bytes of d_logits multiplied in one bf16 product.
+# On a CPU with native bf16 matmul: the most bytes of d_logits that one bf16 product multiplies.
 _D_LOGITS_BYTES = 16 * 2**20
 
 
@@ -83,7 +83,7 @@ class WorkList:
             )
 
     def by_slab(self) -> list[list[Run]]:
-        """Return the runs of each slab; slabs without runs are left out."""
+        """Group the runs by slab, and leave out slabs without runs."""
         turns: dict[int, int] = {}
         slabs = []
         for low, high in self.tiles.slabs:
@@ -96,7 +96,7 @@ class WorkList:
         return slabs
 
     def _columns(self, low: int, high: int) -> list[tuple[slice, int, int]]:
-        """Return (chunk, first column, last column + 1) of the runs of a slab."""
+        """The runs of a slab, as (chunk, first column, last column + 1)."""
         if not self.sparse:
             return [(rows, low, high) for rows in self.tiles.chunks()]
         runs, columns = [], self.columns
@@ -191,7 +191,7 @@ class _Gradients:
                 torch.mm(d_z.t(), hidden, out=d_weight)
 
     def scattered(self) -> HeadGradients:
-        """Return the gradients in the shapes and dtypes of the head's operands."""
+        """Convert the sums to gradients in the shapes and dtypes of the head's operands."""
         tiles, head = self.tiles, self.tiles.head
         return HeadGradients(
             None if self.d_hidden is None else tiles.scatter(self.d_hidden, head.hidden.dtype),
@@ -235,11 +235,11 @@ class LogitGradients:
             self.boost = power_of_two(self.at_target, self.d_entropy, is_row, slope)
 
     def keep(self, rows: slice) -> bool:
-        """Return whether the forward kept the exponentials of a chunk of rows."""
+        """True if the forward kept the exponentials of a chunk of rows."""
         return self.kept is not None and self.kept.hold(rows)
 
     def d_logits(self, rows: slice, weight: Tensor | None, low: int, high: int) -> Tensor:
-        """Return d(loss) / d(h W^T + bias) of one tile, [rows, high - low].
+        """Compute d(loss) / d(h W^T + bias) of one tile, [rows, high - low].
 
         `weight` holds the columns of the tile, or of the entire slab. It is not used if the forward kept the tile.
         """
@@ -262,7 +262,7 @@ class LogitGradients:
     def _log_p_and_slope(
         self, rows: slice, weight: Tensor | None, low: int, high: int
     ) -> tuple[Tensor, Tensor | float | None]:
-        """Return log p of a tile, [rows, high - low], and the slope of the head's tail at its logits."""
+        """Compute log p of a tile, [rows, high - low], and the slope of the head's tail at its logits."""
         kept, softcap = self.kept, self.tiles.head.logit_softcap
         if kept is None or not kept.hold(rows):
             assert weight is not None

@@ -54,8 +54,8 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
     # simpler target_logit - (log-sum-exp of all columns) would lose the digits of 1 - p.
     over_top, over_top_error = _difference(target_logit, top_others)
     margin, margin_error = _difference(torch.where(target_logit == math.inf, math.nan, over_top), log_others)
-    # The rounding errors of both differences are added back, so that only log p itself is rounded. Otherwise they would
-    # be visible in the mean over a short sequence.
+    # Add back the rounding errors of both differences, so that only log p itself is rounded. Otherwise they would show
+    # in the mean over a short sequence.
     correction = (over_top_error + margin_error) * F.sigmoid(-margin)
     log_probs = margin.clamp(max=0) + (correction - margin.abs().neg().exp().log1p())
     entropy = _entropy(log_probs, margin, log_slabs - log_others, totals.entropy) if head.entropy else None
@@ -74,7 +74,7 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
 
 
 def _nothing_kept(hidden: Tensor, dtype: torch.dtype) -> Kept:
-    """Return a `Kept` of empty tensors. `dtype` is the dtype of logits."""
+    """A `Kept` of empty tensors. `dtype` is the dtype of logits."""
     return Kept(
         place=hidden.new_empty(0, dtype=torch.int64),
         share=hidden.new_empty(0, 0, dtype=dtype),
@@ -148,7 +148,7 @@ class _SlabTotals:
         return gathered[-1]
 
     def of_cells(self, x: Tensor) -> Tensor:
-        """Return for each cell the value of its slab, [cells or more, padded], from `x` [slabs, padded]."""
+        """Repeat each slab's value for all its cells: `x` [slabs, padded] -> [cells or more, padded]."""
         width, shard = self.tiles.tile_columns, self.tiles.head.shard
         if not shard:
             return x.repeat_interleave(width // self.cell_columns, 0)
@@ -157,22 +157,22 @@ class _SlabTotals:
 
 
 def _difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a - b and its rounding error (D. E. Knuth); the error is 0 where a - b is not finite."""
+    """Compute a - b and its rounding error (D. E. Knuth). The error is 0 where a - b is not finite."""
     d = a - b
     minus_b = d - a
     return d, ((a - (d - minus_b)) - (b + minus_b)).nan_to_num(0, 0, 0)
 
 
 def _finite(top: Tensor) -> Tensor:
-    """Return `top` with 0 in place of -inf, so that subtracting it before exp gives no NaN."""
+    """Replace -inf by 0 in `top`, so that subtracting it before exp gives no NaN."""
     return torch.where(top == -math.inf, 0, top)
 
 
 def _entropy(log_probs: Tensor, margin: Tensor, log_share: Tensor, slab_entropy: Tensor) -> Tensor:
-    """Return the entropy of each row, [padded].
+    """Compute the entropy of each row, [padded].
 
-    By the chain rule it is the sum of the entropies of three choices: target or not, which slab, which column of the
-    slab. No term is negative, so nothing cancels.
+    By the chain rule, it is the sum of the entropies of three choices: target or not, which slab, and which column of
+    the slab. No term is negative, so nothing cancels.
 
     Args:
         log_probs: of the targets, [padded].

@@ -1,4 +1,4 @@
-"""Exponentials that the forward kept, as tiles for the backward, which then does not recompute their logits."""
+"""Tiles of the exponentials that the forward kept, so that the backward need not recompute their logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tiles import Tiles, tiling
 
 
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
-    """Return how many rows of exponentials fit into `cache_bytes`: full tiles of rows, or all N."""
+    """Number of rows whose exponentials fit into `cache_bytes`: full tiles of rows, or all N."""
     rows = tiling(head).rows
     n = head.hidden.shape[0]
     fit = cache_bytes // (rows * max(widest_shard(head), 1) * head.hidden.dtype.itemsize) * rows
@@ -86,15 +86,15 @@ class KeptTiles:
         return {start: (first, last, near == 1) for start, (first, last, near) in zip(chunks, host, strict=True)}
 
     def hold(self, rows: slice) -> bool:
-        """Return whether all rows of a chunk were kept."""
+        """True if the exponentials of all rows of a chunk were kept."""
         return min(rows.stop, self.tiles.count) <= self.rows
 
     def scale(self, rows: slice, low: int) -> Tensor:
-        """Return log_scale of a chunk in the slab that contains column `low`, [rows]."""
+        """The log_scale of a chunk in the slab that contains column `low`, [rows]."""
         return self.log_scale[low // self.tiles.tile_columns, rows]
 
     def tile(self, rows: slice, low: int, high: int) -> Tensor:
-        """Return E of a chunk in columns low to high, [rows, high - low]. It may be a view: do not write to it."""
+        """E of a chunk in columns low to high, [rows, high - low]. It may be a view: do not write to it."""
         place = self.place[rows.start : min(rows.stop, self.rows)]
         first, last, adjacent = self.places[rows.start]
         columns = self.exponentials[:, low:high]

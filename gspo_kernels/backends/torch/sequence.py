@@ -1,4 +1,4 @@
-"""Compute the loss from log-probs, and by formulas its derivative with respect to each log-prob, in plain torch.
+"""Compute the loss from log-probs and, in closed form, its derivative with respect to each log-prob, in plain torch.
 
 Formulas and notation: `objective.py`. Must match the Triton backend's `sequence.py`.
 
@@ -117,7 +117,7 @@ def policy_forward(
 
 
 def _is_zero(coefficient: Tensor, entropy_coefficient: Tensor) -> Tensor:
-    """Return where a token has no gradient, [N] bool."""
+    """True at tokens without a gradient, [N] bool."""
     is_zero = coefficient == 0
     return is_zero & (entropy_coefficient == 0) if entropy_coefficient.numel() else is_zero
 
@@ -125,9 +125,9 @@ def _is_zero(coefficient: Tensor, entropy_coefficient: Tensor) -> Tensor:
 def _log_ratios(
     log_probs: Tensor, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return token log-ratios, the values that are averaged into u, and the masks (low, high) of clipped tokens, [N].
+    """Compute token log-ratios, the values that are averaged into u, and the masks (low, high) of clipped tokens, [N].
 
-    The averaged values are the token log-ratios; for gmpo, the bounded ones. The masks are None except for gmpo.
+    The averaged values are the token log-ratios, or for gmpo the bounded ones. The masks are None except for gmpo.
     """
     # Without old log-probs the difference is 0, or NaN where a log-prob is not finite. Subtract anyway, so that
     # this NaN reaches the loss.
@@ -141,10 +141,10 @@ def _log_ratios(
 
 
 def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
-    """Return c'_it of the KL term, [N].
+    """Compute c'_it, the weight of each token in the KL term, [N].
 
-    The aggregation is `kl_aggregation`, or the policy term's. The normalizer is `kl_normalizer`; without one, the
-    policy term's if the aggregations agree, else the default of the aggregation.
+    The aggregation is `kl_aggregation` or, if that is None, the policy term's. The normalizer is `kl_normalizer` or, if
+    that is None, the policy term's where both terms have the same aggregation, else the default of the aggregation.
     """
     aggregation = objective.kl_aggregation or objective.aggregation
     normalizer = policy.kl_normalizer
@@ -162,9 +162,9 @@ def _share_of_token(
     aggregation: str,
     normalizer: Tensor | None,
 ) -> Tensor:
-    """Return c_it, the aggregation's weight of each token divided by the normalizer, [N].
+    """Compute c_it, the aggregation's weight of each token divided by the normalizer, [N].
 
-    It is 0 at masked rows. If the input is invalid, it is NaN at all rows.
+    Masked rows get 0. If the input is invalid, all rows get NaN.
     """
     share = torch.ones_like(lengths)  # [S]
     if aggregation == "seq-mean-token-mean":
@@ -199,8 +199,8 @@ class _Sums(NamedTuple):
     """The sums of each sequence over its tokens on all ranks. A term that is None has no column."""
 
     columns: dict[str, Tensor]  # [S] fp64: by the names of `_TokenTerms`, and "ratio" of tokens for ratio="token"
-    ratio_min: Tensor | None  # [] smallest token ratio of all sequences; inf without tokens
-    ratio_max: Tensor | None  # [] largest; -inf without tokens
+    ratio_min: Tensor | None  # [] smallest token ratio of all sequences; inf if no token is unmasked
+    ratio_max: Tensor | None  # [] largest; -inf if no token is unmasked
 
 
 def _sums_before_gate(mask: Tensor, averaged: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,7 +303,7 @@ def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _smallest(x: Tensor) -> Tensor:
-    """Return the smallest value, []; inf for an empty tensor. NaN propagates."""
+    """The smallest value, []; inf for an empty tensor. NaN propagates."""
     return torch.cat([x.flatten(), x.new_full((1,), torch.inf)]).amin()
 
 

@@ -38,7 +38,7 @@ class Term(NamedTuple):
 
 
 def bounded(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gmpo's bounded token log-ratios, and masks of the tokens clipped at the lower and at the upper bound.
+    """Bound token log-ratios for gmpo, and mark the tokens clipped at the lower and at the upper bound.
 
     GMPO (arXiv 2507.20673) bounds log-ratios from above for a positive advantage, from below for a negative one.
     """
@@ -49,12 +49,12 @@ def bounded(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> tupl
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """Return the term of `objective.surrogate`, from log-ratios of tokens or sequences."""
+    """Compute the term of `objective.surrogate` from log-ratios of tokens or sequences."""
     return _TERMS[objective.surrogate](log_ratio, advantages, objective)
 
 
 def _clip(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """Return the term of -min(s A, clip(s) A), with an upper bound on s (the ceiling) where A < 0."""
+    """-min(s A, clip(s) A), with an upper bound on s (the ceiling) where A < 0."""
     log_low, log_high = objective.log_window
     low = (advantages < 0) & (u < log_low)
     high = (advantages > 0) & (u > log_high)
@@ -70,7 +70,7 @@ def _clip(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _none(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """Return the term of -s A."""
+    """-s A."""
     never = torch.zeros_like(u, dtype=torch.bool)
     free = advantages != 0
     slope = torch.where(free, -torch.where(free, u, 0).exp() * advantages, 0)
@@ -78,7 +78,7 @@ def _none(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _cispo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """Return the term of -clip(s) A log p with clip(s) constant (CISPO, arXiv 2506.13585).
+    """-clip(s) A log p, with clip(s) treated as a constant (CISPO, arXiv 2506.13585).
 
     Both bounds apply to advantages of either sign. Clipped tokens keep a gradient.
     """
@@ -92,7 +92,7 @@ def _cispo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _sapo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """Return the term of -A (4 / tau) sigmoid(tau (s - 1)); tau depends on the sign of A (SAPO, arXiv 2511.20347)."""
+    """-A (4 / tau) sigmoid(tau (s - 1)), where tau depends on the sign of A (SAPO, arXiv 2511.20347)."""
     never = torch.zeros_like(u, dtype=torch.bool)
     temperature = torch.full_like(u, objective.sapo_temperature_neg)
     temperature.masked_fill_(advantages > 0, objective.sapo_temperature_pos)
@@ -105,15 +105,15 @@ def _sapo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _reinforce(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """Return the term of -A log p, which has no ratio."""
+    """-A log p, which has no ratio."""
     never = torch.zeros_like(u, dtype=torch.bool)
     return Term(-advantages, -advantages, never, never)
 
 
 def dppo(u: Tensor, advantages: Tensor, log_probs: Tensor, objective: Objective) -> Term:
-    """Return the term of -s A, which is 0 where a token is outside the trust region (DPPO, arXiv 2602.04879).
+    """-s A, or 0 at tokens outside the trust region (DPPO, arXiv 2602.04879).
 
-    With dual_clip, value and slope have min(s, dual_clip) in place of s.
+    With dual_clip, min(s, dual_clip) replaces s in value and slope.
     """
     divergence = _divergence(log_probs, log_probs - u, objective.surrogate)
     low = (advantages < 0) & (u < 0) & (divergence > objective.clip_low)
@@ -127,7 +127,7 @@ def dppo(u: Tensor, advantages: Tensor, log_probs: Tensor, objective: Objective)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, surrogate: str) -> Tensor:
-    """Return the divergence of the Bernoulli distributions with probabilities p (new) and q (old)."""
+    """Divergence of the Bernoulli distributions with probabilities p (new) and q (old)."""
     log_p, log_q = (x.clamp(max=0) for x in (log_p, log_q))  # a sampler's bf16 log-probs may be rounded above 0
     q = log_q.exp()
     if surrogate == "dppo_tv":
@@ -148,7 +148,7 @@ _TERMS: dict[str, Callable[[Tensor, Tensor, Objective], Term]] = {
 
 
 def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """Return k(d) and dk/d(log_prob), for d = log_prob - ref_log_prob (Schulman, "Approximating KL divergence").
+    """Compute k(d) and dk/d(log_prob), for d = log_prob - ref_log_prob (Schulman, "Approximating KL divergence").
 
     "k1+" and "k3+" have the values of k1 and k3, but the gradient of k2, whose expectation is the gradient of the KL
     (verl). "unbiased" is k3 times the token's ratio w (DeepSeek-V3.2, arXiv 2512.02556). Its slope is
@@ -171,5 +171,5 @@ def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, 
 
 
 def divergence_times(kl: Tensor, ratio: Tensor) -> Tensor:
-    """Return kl * ratio, exactly 0 where kl is 0 even if the ratio is inf; NaN propagates."""
+    """Multiply kl by ratio. Where kl is 0, the product is 0 even if the ratio is inf. NaN propagates."""
     return torch.where((kl == 0) & ratio.isinf(), 0, kl * ratio)

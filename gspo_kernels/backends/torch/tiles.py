@@ -21,7 +21,7 @@ from ..rows import HeadRows
 from . import workers
 
 LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 * -1000 is 0, not NaN
-_TILES_IN_MEMORY = 4  # most tiles that a thread holds: logits, probabilities, factor of the soft-cap, one temporary
+_TILES_IN_MEMORY = 4  # the most tiles that a thread holds: logits, probabilities, factor of the soft-cap, one temporary
 # (rows, columns) of a tile: enough rows to pay for reading a slab of the weight; few enough columns that a tile stays
 # in the caches
 _TILE_ON_CPU = (128, 4032)
@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(head: HeadRows) -> Tiling:
-    """Return how the logits of a head are divided.
+    """Decide how to divide the logits of a head.
 
     A tile is as wide as a slab: the columns of `tile_shape`, or fewer on a CPU, where threads divide the work by slabs.
     Narrower slabs give enough slabs to occupy all threads, and keep fp32 copies of half-precision slabs small.
@@ -72,7 +72,7 @@ def tiling(head: HeadRows) -> Tiling:
 
 
 def tile_shape(device: torch.device, dtype: torch.dtype, workspace: int) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of logits, so that the tiles of one thread fit the workspace.
+    """Choose (rows, columns) of a tile of logits, so that the tiles of one thread fit the workspace.
 
     A thread holds at most _TILES_IN_MEMORY tiles. `_threads` limits the number of threads.
     """
@@ -83,16 +83,16 @@ def tile_shape(device: torch.device, dtype: torch.dtype, workspace: int) -> tupl
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which operands of dtype `dtype` are multiplied, for sums in `sum_dtype`.
+    """The dtype in which operands of dtype `dtype` are multiplied, for sums in `sum_dtype`.
 
-    It is half precision only if the products accumulate in fp32.
+    Half precision only if the products accumulate in fp32.
     """
     tensor_cores = device.type == "cuda" and not refuses_mixed_products()
     return dtype if tensor_cores and dtype.itemsize == 2 else sum_dtype
 
 
 def _columns_beside_sums(head: HeadRows, rows: int, dtype: torch.dtype, operands: torch.dtype) -> int:
-    """Return the most columns of a slab on a GPU that fit the workspace with half-precision operands, in full cells.
+    """The most columns, in full cells, of a slab that fits the workspace on a GPU, for half-precision operands.
 
     The backward sums a slab of d_weight in fp32, and adds a product of the same size. Without tensor cores, a slab
     of the weight and a chunk of hidden states are also copied in fp32.
@@ -109,7 +109,7 @@ def _columns_beside_sums(head: HeadRows, rows: int, dtype: torch.dtype, operands
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int]:
-    """Return (rows, columns) of a cell, the unit that a backward may leave out."""
+    """Shape (rows, columns) of a cell, the unit that a backward may leave out."""
     tiles = tiling(head)
     return tiles.rows, tiles.cell_columns
 
@@ -141,10 +141,10 @@ class Tiles:
             self.rank = self.adapter_weight.shape[1]
 
     def _threads(self) -> int:
-        """Return how many threads compute tiles: as many as PyTorch uses, or fewer if the workspace is too small.
+        """Number of threads that compute tiles: as many as PyTorch uses, or fewer if the workspace is too small.
 
-        Return 1 if the device is not a CPU or there is only one slab. On a CPU, PyTorch then splits each operation
-        among its threads.
+        1 if the device is not a CPU or there is only one slab. On a CPU, PyTorch then splits each operation among its
+        threads.
         """
         if self.device.type != "cpu" or self.head.vocab_size <= self.tile_columns:
             return 1
@@ -165,11 +165,11 @@ class Tiles:
                 function(task)
 
     def kept_products(self) -> int:
-        """Return how many products [tile_rows, H] may be ready before their turn to be added to d_hidden."""
+        """Limit on products [tile_rows, H] that wait for their turn to be added to d_hidden."""
         return max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Return zeros in fp32 (fp64 for fp64 inputs)."""
+        """Zeros in fp32 (fp64 for fp64 inputs)."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -183,20 +183,20 @@ class Tiles:
         return out.index_copy_(0, self.index, x[: self.count].to(out.dtype))
 
     def chunks(self) -> Iterator[slice]:
-        """Return the chunks of gathered rows, of tile_rows each."""
+        """Divide the gathered rows into chunks of tile_rows."""
         return (slice(low, low + self.tile_rows) for low in range(0, self.padded, self.tile_rows))
 
     def tasks(self) -> list[tuple[int, list[slice]]]:
-        """Return independent tasks of the forward, (number of a slab, chunks of rows).
+        """List independent tasks of the forward, (number of a slab, chunks of rows).
 
-        There are at least 4 per thread if there are enough chunks.
+        If there are enough chunks, each thread gets at least 4 tasks.
         """
         slabs, chunks = len(self.slabs), list(self.chunks())
         tasks_per_slab = min(-(-4 * self.threads // slabs), len(chunks))
         return [(s, chunks[i::tasks_per_slab]) for s in range(slabs) for i in range(tasks_per_slab)]
 
     def at_slab_of_target(self, x: Tensor) -> Tensor:
-        """Return for each row the value of its target's slab, [padded], from `x` [slabs, padded].
+        """Select each row's value in the slab of its target: `x` [slabs, padded] -> [padded].
 
         Rows whose target is outside the vocabulary get NaN.
         """
@@ -205,11 +205,11 @@ class Tiles:
         return torch.where(in_vocab, x.gather(0, slab[None])[0], math.nan)
 
     def weight_slab(self, low: int, high: int) -> Tensor:
-        """Return the weight's rows for columns low to high, in the operands' dtype: [columns rounded up, H]."""
+        """The weight's rows for columns low to high, in the operands' dtype, [columns rounded up, H]."""
         return pad_columns(self.head.weight[low:high].to(self.operand_dtype))
 
     def target_columns(self, rows: slice, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Return two tensors: whether each row's target lies in columns low to high, [rows], and its column, [rows, 1].
+        """Say whether each row's target lies in columns low to high, [rows] bool, and in which column, [rows, 1].
 
         The column is relative to `low`, and 0 if the target lies elsewhere.
         """
@@ -235,9 +235,9 @@ class Tiles:
         return z
 
     def tail_slope(self, rows: slice, z: Tensor) -> Tensor | float | None:
-        """Return the slope of the head's tail (scale, soft-cap, temperature), d(logit)/d(h W^T + bias), at logits `z`.
+        """Slope of the head's tail (scale, soft-cap, temperature) at logits `z`: d(logit) / d(h W^T + bias).
 
-        The result is a tensor [rows, columns], [rows, 1] or [], a number, or None for a slope of 1.
+        A tensor [rows, columns], [rows, 1] or [], a number, or None for a slope of 1.
         """
         head = self.head
         slope: Tensor | float = head.logit_scale
@@ -250,18 +250,18 @@ class Tiles:
         return None if isinstance(slope, float | int) and slope == 1 else slope
 
     def _temperature(self, rows: slice) -> Tensor:
-        """Return the temperature of a chunk, [] or [rows, 1]."""
+        """The temperature of a chunk, [] or [rows, 1]."""
         assert self.temperature is not None
         return self.temperature[rows, None] if self.temperature.ndim else self.temperature
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in fp32 (fp64 for fp64 operands; on a CPU bf16 for bf16 operands)."""
+    """Compute a @ b in fp32 (fp64 for fp64 operands; on a CPU bf16 for bf16 operands)."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype.itemsize == 2 else torch.mm(a, b)
 
 
 def product_of_tile(a: Tensor, b: Tensor, boost: Tensor | None) -> Tensor:
-    """Return a @ b in fp32 (fp64 for fp64 operands; on a CPU bf16 for bf16 operands).
+    """Compute a @ b in fp32 (fp64 for fp64 operands; on a CPU bf16 for bf16 operands).
 
     If the operands are half precision and `boost` is not None, divide the product by `boost`, the factor by which
     d_logits were multiplied before they were rounded.

@@ -73,7 +73,7 @@ def head_backward(
 
 
 def _sums_in_kernels(rows: GradientRows) -> bool:
-    """Return whether to compute all columns as cells, so that our own kernels sum the products in fp32.
+    """True if all columns must be computed as cells, so that our own kernels sum the products in fp32.
 
     PyTorch would instead multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). The
     cell kernels do not support a bias, an adapter or a gradient of the entropy.

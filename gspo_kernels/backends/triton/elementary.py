@@ -15,7 +15,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def log1p(x):
-    """Return log(1 + x) for x >= 0, corrected for the rounding of 1 + x (W. Kahan)."""
+    """log(1 + x) for x >= 0, corrected for the rounding of 1 + x (W. Kahan)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -55,7 +55,7 @@ def fast_exp(x):
 
 @triton.jit
 def expm1(x):
-    """Return exp(x) - 1. Where exp(x) is near 1, it is corrected for rounding as in `log1p`."""
+    """exp(x) - 1. Where exp(x) is near 1, it is corrected for rounding as in `log1p`."""
     u = tl.exp(x)
     near = (u > 0.25) & (u < 4.0) & (u != 1.0)
     corrected = (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0)))
@@ -64,13 +64,13 @@ def expm1(x):
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)), also for -inf and inf; NaN propagates."""
+    """log(1 + exp(x)), also for -inf and inf. NaN propagates."""
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit
 def difference(a, b):
-    """Return a - b and its rounding error (D. E. Knuth). The error is 0 where a - b is not finite."""
+    """Compute a - b and its rounding error (D. E. Knuth). The error is 0 where a - b is not finite."""
     d = a - b
     minus_b = d - a
     error = (a - (d - minus_b)) - (b + minus_b)
@@ -79,7 +79,7 @@ def difference(a, b):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x) from exp(-2 |x|), or near zero, where this would cancel, from an odd polynomial."""
+    """tanh(x) from exp(-2 |x|). Near zero, where this would cancel, an odd polynomial replaces it."""
     y = x * x
     if x.dtype == tl.float64:  # Taylor polynomial, only where terms up to x^11 are enough
         near = tl.abs(x) < 0.02
@@ -102,11 +102,11 @@ def finite(largest):
 
 @triton.jit
 def at_least(x, bound):
-    """Return max(x, bound); NaN propagates."""
+    """max(x, bound). NaN propagates."""
     return tl.where(x < bound, bound, x)
 
 
 @triton.jit
 def at_most(x, bound):
-    """Return min(x, bound); NaN propagates."""
+    """min(x, bound). NaN propagates."""
     return tl.where(x > bound, bound, x)

@@ -248,7 +248,7 @@ def tiles_of_all_ranks(head: HeadRows, width: int) -> int:
 
 
 def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order in which rows are gathered, unmasked rows first, [N], and the number of unmasked rows, [1].
+    """Order the rows for gathering, unmasked rows first, [N], and count the unmasked rows, [1].
 
     With a cache, rows that may have a gradient come first. Their number, limited by the cache, is written to `n_kept`.
     """
@@ -261,7 +261,7 @@ def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, T
 
 
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
-    """Return how many rows of exponentials fit into `cache_bytes`, a multiple of the forward's row block."""
+    """Number of rows whose exponentials fit into `cache_bytes`, a multiple of the forward's row block."""
     config = tile_config(head, "forward")
     columns = -(-widest_shard(head) // config.block_v) * config.block_v
     fit = cache_bytes // (config.block_n * columns * head.hidden.dtype.itemsize)
@@ -288,7 +288,7 @@ def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:
-    """Return the (rows, columns) of a cell, the unit that a backward may leave out.
+    """Shape (rows, columns) of a cell, the unit that a backward may leave out.
 
     Rows are a row block of the backward, columns a tile of the forward. None for a head with a bias or an adapter,
     whose gradients have no block-sparse kernels.

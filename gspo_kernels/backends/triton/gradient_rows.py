@@ -119,12 +119,12 @@ def _zero_dead_rows(head: HeadRows, has_gradient: Tensor) -> HeadRows:
 
 
 def torch_rounds(head: HeadRows) -> bool:
-    """Return whether torch must round d_logits, because Triton's interpreter truncates to bf16."""
+    """True if torch must round d_logits, because Triton's interpreter truncates to bf16."""
     return INTERPRETED and head.hidden.dtype == torch.bfloat16
 
 
 def may_read(x: Tensor) -> bool:
-    """Return whether the host may read values of `x`: not from meta tensors, and not while a CUDA graph is captured."""
+    """False for meta tensors and while a CUDA graph is captured: the host then cannot read values of `x`."""
     return not x.is_meta and not is_captured(x.device)
 
 
@@ -206,7 +206,7 @@ def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:
 
 
 def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
-    """Return d_hidden [N, H] in the dtype of hidden, 0 in rows without a gradient. Overwrites `sums`.
+    """Move the gathered rows' sums to d_hidden, [N, H] in the dtype of hidden; other rows get 0. Overwrites `sums`.
 
     The gathered rows' sums are the last n rows of `sums` [N, H]. A result in another dtype that does not fit the
     workspace is written into the memory of `sums`. Row N - n + k then moves to row index[k], in ascending k. The index

@@ -171,7 +171,7 @@ def gradient_tile(
 def _gradient_of_logits(
     z, head, rows, first_column, row_inputs, ROUNDED: tl.constexpr, HEAD: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """Return d_logits for the logits `z` of a tile; 0 in rows without a gradient."""
+    """Compute d_logits from the logits `z` of a tile; 0 in rows without a gradient."""
     ACC: tl.constexpr = HEAD.ACC
     d_log_p = tl.load(row_inputs.d_log_probs + rows)
     has_gradient = d_log_p != 0.0
@@ -212,7 +212,7 @@ def _gradient_of_logits(
 
 @triton.jit
 def row_slope(logit_scale, temperature, stride_temperature, rows, boost, ACC: tl.constexpr):
-    """Return logit_scale / temperature * boost, [BLOCK_N]: the slope of the head's tail without its soft-cap."""
+    """Slope of the head's tail without its soft-cap, [BLOCK_N]: logit_scale / temperature * boost."""
     slope = tl.full([rows.shape[0]], logit_scale, ACC)
     if temperature is not None:
         slope /= tl.load(temperature + rows * stride_temperature)
@@ -223,7 +223,7 @@ def row_slope(logit_scale, temperature, stride_temperature, rows, boost, ACC: tl
 
 @triton.jit
 def gradient_of_target(row_inputs, rows, has_gradient):
-    """Return d_log_prob (1 - p) - d_entropy p (log p + entropy) at the targets, [BLOCK_N], without cancellation."""
+    """d_logits at the targets, [BLOCK_N], without cancellation: d_log_prob (1 - p) - d_entropy p (log p + entropy)."""
     log_p = tl.where(has_gradient, tl.load(row_inputs.log_probs + rows), 0.0)
     d = tl.load(row_inputs.d_log_probs + rows) * -expm1(log_p)
     if row_inputs.d_entropy is not None:

@@ -55,5 +55,5 @@ def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> Any:
 
 
 def launch_options(config: Config) -> dict[str, Any]:
-    """Return Triton's launch options. Fused multiply-adds are set explicitly, because Triton's default changes."""
+    """Triton's launch options. They set fused multiply-adds explicitly, because Triton's default changes."""
     return dict(num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True)

@@ -89,7 +89,7 @@ def logit_tile(
     HEAD: tl.constexpr,  # HeadConstants
     CONFIG: tl.constexpr,
 ):
-    """Return softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [block_n, block_v] in ACC, never rounded.
+    """Compute softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [block_n, block_v] in ACC, never rounded.
 
     At ragged edges, row and column indices are clamped, so that loads in the main loop need no mask. The caller masks
     these rows and columns. Indices are converted to int64 before they are multiplied by a stride.
@@ -125,7 +125,7 @@ def logit_tile(
 
 @triton.jit
 def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr, CONFIG: tl.constexpr):
-    """Return z + h W^T."""
+    """Add h W^T to z."""
     H = head.hidden_size
     ACC: tl.constexpr = HEAD.ACC
     BLOCK_N: tl.constexpr = CONFIG.block_n
@@ -168,7 +168,7 @@ def _load_operands(a_at, b_at, remaining, HEAD: tl.constexpr, BLOCK_H: tl.conste
 
 @triton.jit
 def _add_adapter(head, z, rows, columns, HEAD: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return z + a B^T."""
+    """Add a B^T to z."""
     ACC: tl.constexpr = HEAD.ACC
     strides = head.strides
     r = tl.arange(0, BLOCK_R)
@@ -185,20 +185,20 @@ def _add_adapter(head, z, rows, columns, HEAD: tl.constexpr, BLOCK_R: tl.constex
 
 @triton.jit
 def target_column(target, vocab_size):
-    """Return target ids as int32 columns, -1 for ids outside the vocabulary."""
+    """Target ids as int32 columns, -1 for ids outside the vocabulary."""
     return tl.where((target >= 0) & (target < vocab_size), target, -1).to(tl.int32)
 
 
 @triton.jit
 def in_tile(target, first_column, BLOCK_V: tl.constexpr):
-    """Return which rows have their target in the tile, [block_n] bool, and whether any row does."""
+    """Mark the rows whose target is in the tile, [block_n] bool, and say whether there are any."""
     inside = (target >= first_column) & (target < first_column + BLOCK_V)
     return inside, tl.max(inside.to(tl.int32), 0) > 0
 
 
 @triton.jit
 def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Return the (row block, column block) of a program, in an order that keeps GROUP row blocks in the L2 cache.
+    """Map a program to (row block, column block), in an order that keeps GROUP row blocks in the L2 cache.
 
     Consecutive programs read the same columns of the head, for each row block of a group in turn.
     """
@@ -209,12 +209,12 @@ def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the Triton dtype in which operands of `dtype` are summed: fp64 for fp64, else fp32."""
+    """The Triton dtype in which products of `dtype` operands are summed: fp64 for fp64, else fp32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
-    """Return `hidden[index]` (None: all rows) as the kernels read it: contiguous rows, aligned to 16 bytes."""
+    """Gather `hidden[index]` (None: all rows) with contiguous rows aligned to 16 bytes, as the kernels require."""
     n = hidden.shape[0] if index is None else index.shape[0]
     width = hidden.shape[1]
     if index is None and _aligned(hidden):
@@ -225,7 +225,7 @@ def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Return whether rows are contiguous, do not overlap, and start at multiples of 16 bytes."""
+    """True if rows are contiguous, do not overlap, and start at multiples of 16 bytes."""
     return (
         x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     )
@@ -239,7 +239,7 @@ def straighten(head: HeadRows, config: Config) -> HeadRows:
 
 
 def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, Any]:
-    """Return the tile kernels' arguments that describe the head. `hidden` [n, H] holds the gathered rows."""
+    """The tile kernels' arguments that describe the head. `hidden` [n, H] holds the gathered rows."""
     weight, temperature = head.weight, head.temperature
     hidden_row, (weight_row, weight_column) = hidden.stride(0), weight.stride()
     adapter_hidden_row, adapter_hidden_column = _strides(head.adapter_hidden)
@@ -283,5 +283,5 @@ def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, 
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of a matrix, zeros for None."""
+    """Strides of a matrix; zeros for None."""
     return (0, 0) if x is None else x.stride()

@@ -62,8 +62,8 @@ def reduce_rows(
     over_top = tl.where(target_z == float("inf"), float("nan"), over_top)
     margin, margin_error = difference(over_top, log_others)
     log_rest = -softplus(margin)  # log(1 - p)
-    # log p = log sigmoid(margin). Both differences' rounding errors are added back, so log p is rounded once. Two more
-    # roundings would show in the mean over a short sequence.
+    # log p = log sigmoid(margin). Add back the rounding errors of both differences, so that log p is rounded only once.
+    # Two more roundings would show in the mean over a short sequence.
     correction = (over_top_error + margin_error) * tl.exp(log_rest)
     log_p = tl.minimum(margin, 0.0) + (correction - log1p(tl.exp(-tl.abs(margin))))
     inside = n < n_rows
@@ -101,7 +101,7 @@ def reduce_rows(
 
 @triton.jit
 def _log_sum_exp(tiles, n, valid, n_rows, n_tiles, ACC: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the others' largest logit, and their mass relative to its exp, each [BLOCK_N]."""
+    """Reduce the others to their largest logit and their mass relative to its exp, each [BLOCK_N]."""
     largest = tl.full([n.shape[0]], float("-inf"), ACC)
     mass = tl.zeros([n.shape[0]], ACC)
     for start in range(0, n_tiles, BLOCK_T):
@@ -121,7 +121,7 @@ def _log_sum_exp(tiles, n, valid, n_rows, n_tiles, ACC: tl.constexpr, BLOCK_T: t
 def _entropy_of_others(
     tiles, top_others, log_others, n, valid, n_rows, n_tiles, ACC: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Return the entropy of the softmax over the others, [BLOCK_N].
+    """Compute the entropy of the softmax over the others, [BLOCK_N].
 
     By the chain rule, it is the entropy of the choice of a tile plus the mean entropy within the tiles. All terms are
     positive, so nothing cancels.

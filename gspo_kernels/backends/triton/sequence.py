@@ -162,7 +162,7 @@ def sequence_loss(
 
 @triton.jit
 def divisor_of(normalizer, lengths, sequences, AGGREGATION: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the normalizer. Default: the number of tokens for "token-mean", else of non-empty sequences; at least 1.
+    """The normalizer, by default the number of tokens for "token-mean", else of non-empty sequences; at least 1.
 
     Every program recomputes the default from S lengths, which saves a launch.
     """

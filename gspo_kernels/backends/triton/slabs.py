@@ -13,7 +13,7 @@ _ROWS_AT_ONCE = 8192
 
 
 def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
-    """Return the bytes per entry of d_logits; if torch rounds it, of both the entry and its rounded copy."""
+    """Bytes per entry of d_logits. If torch rounds d_logits, the rounded copy is included."""
     size = head.hidden.dtype.itemsize
     return 4 + size if unrounded and size < 4 else size
 
@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
 
 def multiplies_copies(head: HeadRows) -> bool:
-    """Return whether `add_product` multiplies fp32 copies of the operands."""
+    """True if `add_product` multiplies fp32 copies of the operands."""
     return head.hidden.dtype.itemsize == 2 and (is_amd(head.hidden.device) or refuses_mixed_products())
 
 

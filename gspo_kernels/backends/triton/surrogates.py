@@ -71,7 +71,7 @@ class Term(NamedTuple):
 
 @triton.jit
 def token_log_ratio(log_probs, old_log_probs, t, unmasked):
-    """Return lp - old, 0 at masked tokens. Without old log-probs: 0, or NaN where lp is not finite."""
+    """Compute lp - old, 0 at masked tokens. Without old log-probs: 0, or NaN where lp is not finite."""
     lp = tl.load(log_probs + t, mask=unmasked, other=0.0)
     if old_log_probs is not None:
         return lp - tl.load(old_log_probs + t, mask=unmasked, other=0.0)
@@ -81,7 +81,7 @@ def token_log_ratio(log_probs, old_log_probs, t, unmasked):
 
 @triton.jit
 def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
-    """Return the Term of OBJECTIVE.SURROGATE at log-ratio `u`. `bounds` is a Bounds."""
+    """Compute the Term of OBJECTIVE.SURROGATE at log-ratio `u`. `bounds` is a Bounds."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     nonzero = advantage != 0
     low = nonzero & (nonzero == 0)
@@ -118,7 +118,7 @@ def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
 
 @triton.jit
 def dppo(u, advantage, lp, bounds, OBJECTIVE: tl.constexpr):
-    """Return the Term of DPPO at log-ratio `u` and log-prob `lp` of a token. `bounds` is a Bounds."""
+    """Compute the Term of DPPO at log-ratio `u` and log-prob `lp` of a token. `bounds` is a Bounds."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     d = divergence(lp, lp - u, OBJECTIVE.SURROGATE)
     low = (advantage < 0) & (u < 0) & (d > tl.full([], bounds.clip_low, ACC))
@@ -133,7 +133,7 @@ def dppo(u, advantage, lp, bounds, OBJECTIVE: tl.constexpr):
 
 @triton.jit
 def divergence(log_p, log_q, SURROGATE: tl.constexpr):
-    """Return the divergence of the Bernoulli distributions with probabilities p (new) and q (old)."""
+    """Divergence of the Bernoulli distributions with probabilities p (new) and q (old)."""
     log_p, log_q = at_most(log_p, 0.0), at_most(log_q, 0.0)
     q = tl.exp(log_q)
     if SURROGATE == DPPO_TV:
@@ -146,7 +146,7 @@ def divergence(log_p, log_q, SURROGATE: tl.constexpr):
 
 @triton.jit
 def bounded(log_ratio, advantage, bounds, ACC: tl.constexpr):
-    """Return gmpo's bounded token log-ratio, whether the lower bound binds, and whether the upper bound does."""
+    """Bound a token log-ratio for gmpo. Also say whether the lower bound binds, and whether the upper bound does."""
     least, most = tl.full([], bounds.log_low, ACC), tl.full([], bounds.log_high, ACC)
     low, high = (advantage < 0) & (log_ratio < least), (advantage > 0) & (log_ratio > most)
     return tl.where(high, most, tl.where(low, least, log_ratio)), low, high
@@ -154,7 +154,7 @@ def bounded(log_ratio, advantage, bounds, ACC: tl.constexpr):
 
 @triton.jit
 def kl_and_slope(d, log_ratio, ESTIMATOR: tl.constexpr):
-    """Return k(d) and dk/d(log_prob), for d = log_prob - ref_log_prob."""
+    """Compute k(d) and dk/d(log_prob), for d = log_prob - ref_log_prob."""
     if ESTIMATOR == K2:
         value, slope = 0.5 * d * d, d
     elif ESTIMATOR == ABS:
@@ -174,19 +174,19 @@ def kl_and_slope(d, log_ratio, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def multiply_no_nan(factor, x):
-    """Return factor * x, exactly 0 where either is 0 (like `precision.multiply_no_nan`)."""
+    """Multiply factor by x; exactly 0 where either is 0, like `precision.multiply_no_nan`."""
     return tl.where((factor == 0) | (x == 0), 0.0, factor * x)
 
 
 @triton.jit
 def divergence_times(kl, ratio):
-    """Return kl * ratio, exactly 0 where kl is 0 even if the ratio is inf; NaN propagates."""
+    """Multiply kl by ratio. Where kl is 0, the product is 0 even if the ratio is inf. NaN propagates."""
     return tl.where((kl == 0) & (tl.abs(ratio) == float("inf")), 0.0, kl * ratio)
 
 
 @triton.jit
 def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, ACC: tl.constexpr):
-    """Return the aggregation weight of each token in a sequence of `length` unmasked tokens, over the normalizer."""
+    """A token's aggregation weight, divided by the normalizer, in a sequence of `length` unmasked tokens."""
     share = tl.full([], 1.0, ACC)
     if AGGREGATION == TOKEN_MEAN_OF_SEQUENCE:
         share = share / tl.maximum(length, 1.0)
@@ -196,7 +196,7 @@ def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, A
 
 
 def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `sequence_loss` that depend only on objective and dtype."""
+    """The arguments of `sequence_loss` that depend only on objective and dtype, by name."""
     ceiling = objective.ceiling
     log_low, log_high = objective.log_window
     return dict(

@@ -78,7 +78,7 @@ class TokenSums(NamedTuple):
 
 @triton.jit
 def mean_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mean log-ratio of a sequence's unmasked tokens; for gmpo, of the bounded log-ratios."""
+    """Average the log-ratios of a sequence's unmasked tokens; for gmpo, the bounded log-ratios."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(begin, end, BLOCK):
@@ -156,7 +156,7 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
 
 @triton.jit
 def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: tl.constexpr):
-    """Return the policy term of the loss, its d_log_ratio and d_log_prob, and whether a lower or an upper bound binds.
+    """Compute the policy term of the loss, its d_log_ratio and d_log_prob, and whether a lower or an upper bound binds.
 
     `log_ratio` is the surrogate's log-ratio, `r` the token's.
     """

@@ -15,7 +15,7 @@ import torch
 
 from ..rows import HeadRows
 
-# Architectures that use the block shapes of another one.
+# Architectures that borrow the block shapes of another architecture.
 SAME_AS = {"sm_103": "sm_100", "sm_120": "sm_89", "gfx950": "gfx942"}
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", *SAME_AS)
 # Shared memory that one block may use, in bytes.
@@ -102,7 +102,7 @@ def assume(architecture: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> str | None:
-    """Return the name of the block shapes that a device uses; None if the kernels do not run there.
+    """Name of the block shapes that a device uses; None if the kernels do not run there.
 
     On a CPU, interpreted kernels use Hopper's block shapes.
     """
@@ -124,17 +124,17 @@ def architecture(device: torch.device) -> str | None:
 
 
 def is_amd(device: torch.device) -> bool:
-    """Return whether a device uses the block shapes of an AMD GPU."""
+    """True if a device uses the block shapes of an AMD GPU."""
     return (architecture(device) or "").startswith("gfx")
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU. Other devices get an H200's 132."""
+    """Number of multiprocessors of a GPU; for other devices 132, as on an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def product_config(dtype: torch.dtype, device: torch.device) -> Config:
-    """Return the block shape of block-sparse products: block_v elements of H, block_h elements summed at a time."""
+    """Block shape of block-sparse products: block_v elements of H, and block_h elements summed at a time."""
     name = architecture(device)
     if dtype.itemsize == 8 and name in _DOUBLE_PRODUCT:
         return _DOUBLE_PRODUCT[name]
@@ -143,12 +143,12 @@ def product_config(dtype: torch.dtype, device: torch.device) -> Config:
 
 
 def sequence_config(dtype: torch.dtype) -> Config:
-    """Return the config of the loss kernels for log-probs of `dtype`; block_n is tokens at a time."""
+    """Config of the loss kernels for log-probs of `dtype`. Here block_n counts tokens processed at a time."""
     return _DOUBLE_SEQUENCE if dtype == torch.float64 else _SEQUENCE
 
 
 def tile_config(head: HeadRows, kernel: str) -> Config:
-    """Return the block shape of "forward" or "gradient" tiles.
+    """Block shape of "forward" or "gradient" tiles.
 
     Heavy heads get smaller tiles, because they need more registers. A head is heavy if it has a bias, a soft-cap or an
     adapter, or if H is not a multiple of block_h, which leaves a ragged end in the main loop.

@@ -41,7 +41,7 @@ class _Driver(NamedTuple):
 
 
 def target(architecture: str) -> GPUTarget:
-    """Return Triton's target for an architecture such as "sm_90" or "gfx942"."""
+    """Triton's target for an architecture such as "sm_90" or "gfx942"."""
     if architecture.startswith("gfx"):
         return GPUTarget("hip", architecture, 64)
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)

@@ -109,22 +109,22 @@ def outputs(loss: Callable[..., Any], batch: Batch, **options: Any) -> Outputs:
 
 
 def decisions(d_hidden: Tensor) -> Tensor:
-    """Return which sequences have a gradient, [S] bool. The gradient of a clipped sequence is exactly 0."""
+    """Mark the sequences that have a gradient, [S] bool. The gradient of a clipped sequence is exactly 0."""
     return torch.stack([gradient.any() for gradient in d_hidden.split(LENGTHS)])
 
 
 def error_ratio(ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Return our largest error divided by the allowed error.
+    """Divide our largest error by the allowed error.
 
-    The allowed error is 2 (r + eps max|truth|), where r is the largest error of `same_dtype`, PyTorch's result. It is
-    the same rule as in tests/tolerance.py.
+    The allowed error is 2 (r + eps max|truth|), where r is the largest error of `same_dtype`, PyTorch's result. This is
+    the rule of tests/tolerance.py.
     """
     r = (same_dtype.double() - truth).abs().max()
     return ((ours.double() - truth).abs().max() / (2 * (r + torch.finfo(dtype).eps * truth.abs().max()))).item()
 
 
 def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
-    """Return error / allowed error by the rule for losses in tests/tolerance.py."""
+    """Divide the error of the loss by the error that tests/tolerance.py allows."""
     allowed = LOSS_PER_ADVANTAGE * torch.maximum(advantages.double().abs().mean(), truth.abs())
     return ((ours.double() - truth).abs() / allowed).item()
 

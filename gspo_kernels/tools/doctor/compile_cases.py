@@ -159,7 +159,7 @@ def cache_of(head: HeadRows) -> Cache:
 
 
 def live_cells(head: HeadRows, added: bool, cached: bool = False) -> None:
-    """Run forward and sparse backward, with one part or, if `added`, with two parts that add their products."""
+    """Run forward and sparse backward. If `added`, two parts add their products; otherwise there is one part."""
     backward_of_cells(head, all_cells=added, chunks=1 + added, cached=cached)
 
 

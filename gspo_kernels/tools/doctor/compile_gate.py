@@ -136,7 +136,7 @@ def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, varia
 
 
 def spills_allowed(kernel: str, architecture: str) -> int:
-    """Return how many bytes a kernel may spill with the installed Triton."""
+    """Number of bytes that a kernel may spill with the installed Triton."""
     if kernel not in MATRIX_KERNELS:
         return ONE_REGISTER
     known = kernel == "forward_tile" and triton.__version__.startswith("3.8.")
@@ -144,7 +144,7 @@ def spills_allowed(kernel: str, architecture: str) -> int:
 
 
 def _aligned(launch: Launch) -> bool:
-    """Return whether the rows of all matrices of a launch start at multiples of 16 bytes."""
+    """True if the rows of all matrices of a launch start at multiples of 16 bytes."""
     matrices = [x for x in launch.arguments.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
     return all(x.stride(0) * x.itemsize % 16 == 0 for x in matrices)
 

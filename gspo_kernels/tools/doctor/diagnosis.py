@@ -112,7 +112,7 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
 
 
 def newer_than_tested(listed: list[Package], checks: list[Check]) -> list[str]:
-    """Say of torch and triton, if they are newer than tested, whether the checks that ran with them pass."""
+    """Name torch and triton if they are newer than tested, and say whether the checks that ran with them pass."""
     remarks = []
     for package in listed:
         if package.name not in ("torch", "triton") or not package.is_newer:
@@ -126,7 +126,7 @@ def newer_than_tested(listed: list[Package], checks: list[Check]) -> list[str]:
 
 
 def _installed(name: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
+    """Version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -141,7 +141,7 @@ def _versions(triton: str | None) -> dict[str, str | None]:
 
 
 def _triton() -> tuple[str | None, list[str]]:
-    """Return Triton's version, and remarks. Catches all exceptions, because a broken Triton may raise any."""
+    """Triton's version, and remarks. Catches all exceptions, because a broken Triton may raise any."""
     try:
         import triton
         from triton import knobs
@@ -152,7 +152,7 @@ def _triton() -> tuple[str | None, list[str]]:
 
 
 def _accelerators() -> tuple[list[torch.device], list[str]]:
-    """Return the CUDA or ROCm devices. If there are none, also return remarks that say why.
+    """List the CUDA or ROCm devices. If there are none, remarks say why.
 
     Catches all exceptions, because a broken driver may raise any.
     """
@@ -169,7 +169,7 @@ def _accelerators() -> tuple[list[torch.device], list[str]]:
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Return why the Triton kernels cannot run on a device, or None if they can."""
+    """The reason why the Triton kernels cannot run on a device, or None if they can."""
     try:
         return dispatch.triton_obstacle(device)
     except Exception as error:

@@ -51,7 +51,7 @@ def choose(
     head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
 ) -> tuple[LiveTiles, Work]:
     """Choose the cells to compute (`backends/live_tiles.py`)."""
-    # If even all cells would run in these kernels, leaving out any cell saves time.
+    # If the dense backward would run in these kernels too, leaving out any cell saves time.
     pays_below = math.inf if multiplies_copies(head) else None
     return live_tiles.choose(head, result, coefficient, kept, cell, budget, pays_below)
 
@@ -163,7 +163,7 @@ class _CellGradients:
             product_of_weight(d_slab, d_z, hidden, part, rows.boost, add=not self.direct_weight)
 
     def finished_hidden(self) -> Tensor | None:
-        """Return d_hidden [N, H] in the dtype of hidden."""
+        """Convert the sum to d_hidden, [N, H] in the dtype of hidden."""
         if self.d_hidden is None or self.direct_hidden:
             return self.d_hidden
         self.hidden = None  # its memory is needed for the rounded rows

@@ -95,7 +95,7 @@ def cell_lists(cells: Tensor, blocks_of_chunk: int) -> CellLists:
 
 
 def _count_before(cells: Tensor) -> Tensor:
-    """Return the number of True entries before each entry, then their total, [numel + 1] int32."""
+    """Count the True entries before each entry, then all of them, [numel + 1] int32."""
     counts = torch.zeros(cells.numel() + 1, dtype=torch.int32, device=cells.device)
     torch.cumsum(cells.reshape(-1), 0, dtype=torch.int32, out=counts[1:])
     return counts

@@ -34,7 +34,7 @@ def load_columns(at, h, width, RAGGED: tl.constexpr):
 
 @triton.jit
 def write(out, inside, acc, boost, ADD: tl.constexpr):
-    """Write a tile of a product. If ADD, add it to `out`; else divide it by `boost`. Round to the dtype of `out`."""
+    """Write a tile of a product to `out`, in its dtype. If ADD, add the tile; else divide it by `boost` first."""
     if ADD:
         acc += tl.load(out, mask=inside, other=0.0)
     elif boost is not None:
@@ -71,7 +71,7 @@ def hidden_product(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write d_logits W of a row block's cells to out[rows], or add it. 2 ROWS COLUMNS H operations per cell."""
+    """Write d_logits W of a row block's cells to out[rows]; if ADD, add it. 2 ROWS COLUMNS H operations per cell."""
     n_blocks: tl.constexpr = ROWS // BLOCK_N  # programs along the rows of a cell
     h_blocks = (width + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
@@ -127,7 +127,7 @@ def weight_product(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write d_logits^T h of a tile's cells to out[columns], or add it. 2 ROWS COLUMNS H operations per cell.
+    """Write d_logits^T h of a tile's cells to out[columns]; if ADD, add it. 2 ROWS COLUMNS H operations per cell.
 
     Without ADD, a tile without cells writes 0.
     """
@@ -163,7 +163,7 @@ def weight_product(
 def product_of_hidden(
     out: Tensor, d_logits: Tensor, head: HeadRows, part: Part, order: Tensor, boost: Tensor | None, add: bool
 ) -> None:
-    """Compute d_logits W over the cells of a part. Add it to out[order], or write it there, divided by `boost`.
+    """Multiply the cells of a part by W. If `add`, add the product to out[order]; else write it, divided by `boost`.
 
     Args:
         out: [N, H].
@@ -202,7 +202,7 @@ def product_of_hidden(
 def product_of_weight(
     out: Tensor, d_logits: Tensor, hidden: Tensor, part: Part, boost: Tensor | None, add: bool
 ) -> None:
-    """Compute d_logits^T h over the cells of a part. Add it to `out`, or write it there, divided by `boost`.
+    """Compute d_logits^T h from the cells of a part. If `add`, add it to `out`; else write it, divided by `boost`.
 
     Args:
         out: [columns, H], the part's columns of d_weight.
@@ -234,7 +234,7 @@ def product_of_weight(
 
 
 def _shared_arguments(d_logits: Tensor, out: Tensor, part: Part, boost: Tensor | None, add: bool) -> dict[str, Any]:
-    """Return the arguments common to both products."""
+    """Arguments that both products share, by name."""
     _, rows, columns = d_logits.shape
     block_h = product_config(d_logits.dtype, d_logits.device).block_v
     return dict(

@@ -1,4 +1,4 @@
-"""The metrics that losses and backwards report, and how those of several batches combine.
+"""The metrics that losses and backwards report, and how metrics of several batches combine.
 
 Values are 0-dim tensors on the device. Every metric is a mean, a minimum, a maximum or a sum. The divisors of the means
 are metrics too, so `combine` can turn each mean back into its sum.

@@ -14,7 +14,7 @@ from .config import InputError, TrainConfig
 from .data import Reward, task_of
 
 RECORD = "started_with"  # the key of config.json that is not an option
-FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # they define what the trained weights mean
+FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # trained weights need these
 PROMPTS = ("task", "data", "eval_prompts")  # they define prompts and answers
 
 

@@ -41,7 +41,7 @@ class Trackers:
                 self._finish_run()
                 options: dict[str, Any] = {"group": config.name, "name": name, "entity": config.wandb_entity}
                 options |= {"tags": config.wandb_tags, "dir": str(config.folder), "config": config.to_dict()}
-                # W&B reads its own variables for what is None.
+                # For arguments that are None, W&B reads its own environment variables.
                 project = config.wandb_project or os.environ.get("WANDB_PROJECT") or "gspo"
                 self._run = self._wandb.init(project=project, **options)
             self._run.log(numbers, step=step)

@@ -31,7 +31,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace merge keys (`<<: *base` or `<<: [*first, *second]`) by what they add. Later pairs override earlier.
 
-        PyYAML 6.0.4 lets `second` override `first`, and `base` a key of one letter that overrides it.
+        PyYAML 6.0.4 lets `second` override `first`, and lets `base` override a one-letter key that should override it.
         """
         merged = [value for key, value in node.value if key.tag == MERGE]
         node.value = [(key, value) for key, value in node.value if key.tag != MERGE]

@@ -1,4 +1,4 @@
-"""Trainers that take a function of ours in place of one of theirs. Each has a module of its own; import that.
+"""Functions that replace functions of other trainers. Each trainer has a module; import that module.
 
     prime_rl   head, loss                            slime      head, loss
     skyrl      loss, fused_log_probs, log_probs      ms_swift   loss, log_probs

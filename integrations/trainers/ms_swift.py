@@ -22,7 +22,7 @@ __all__ = ["log_probs", "loss"]
 def loss(
     trainer: Any, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, *, objective: Objective = GSPO
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Compute the GSPO loss, as the method `_compute_loss_and_metrics` of ms-swift's GRPOTrainer.
+    """Compute the GSPO loss. Replaces the method `_compute_loss_and_metrics` of ms-swift's GRPOTrainer.
 
     As in ms-swift, the loss is a mean over all answers, including entirely masked ones. `objective` sets the KL term.
 
@@ -101,7 +101,7 @@ def log_probs(
     input_ids: Tensor,
     compute_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs without logits, as the method `_get_logps_via_local_forward` of ms-swift's GRPOTrainer.
+    """Compute log-probs without logits. Replaces the method `_get_logps_via_local_forward` of ms-swift's GRPOTrainer.
 
     ms-swift calls this method for old, reference and new log-probs.
 

@@ -20,7 +20,7 @@ __all__ = ["PolicyLoss"]
 
 
 class PolicyLoss(nn.Module):
-    """A replacement of OpenRLHF's PolicyLoss for --actor.policy_loss_type gspo, with the same arguments and results.
+    """A replacement for OpenRLHF's PolicyLoss for --actor.policy_loss_type gspo, with the same arguments and results.
 
     OpenRLHF adds the KL term and the entropy bonus. As in OpenRLHF's own GSPO, token_level_loss, is_correction_mode,
     is_correction_gating and is_correction_threshold are ignored. Any is_correction_level but "off" makes vLLM's

@@ -37,7 +37,7 @@ class LossOutputs(NamedTuple):
 
 
 def loss(inputs: LossInputs, preset: str = "gspo", mean_length: float = 1.0, **changes: Any) -> LossOutputs:
-    """Compute the GSPO loss of one sequence, as prime-rl's custom loss.
+    """Compute the GSPO loss of one sequence, for use as prime-rl's custom loss.
 
     The sampling engine computed the old log-probs, which section 5.4 of GSPO's paper allows. prime-rl divides the sum
     over sequences by the number of tokens of the step, or by the sum of loss_weights. GSPO divides by the number of
@@ -68,7 +68,7 @@ def loss(inputs: LossInputs, preset: str = "gspo", mean_length: float = 1.0, **c
 
 
 def head(layer: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Compute log-probs and entropies, as the forward of prime-rl's FusedOutputLinear or GemmaFusedOutputLinear.
+    """Compute log-probs and entropies. Replaces the forward of prime-rl's FusedOutputLinear or GemmaFusedOutputLinear.
 
     Args:
         layer: the layer, which is `self` if this function is the forward of its class.

@@ -40,7 +40,7 @@ def loss(
     *,
     objective: Objective = GSPO,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Compute the GSPO loss of a micro-batch, as SkyRL's policy loss.
+    """Compute the GSPO loss of a micro-batch, for use as SkyRL's policy loss.
 
     The loss is a sum, because SkyRL has already divided the advantages. SkyRL adds the KL term and the entropy bonus.
     SkyRL's own GSPO is the token form, ratio="sequence-token". The default here is the sequence form. The two are equal

@@ -218,7 +218,7 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings) -> Tra
 def restore_trainer(trainer: Trainer) -> Trainer:
     """Undo `accelerate_trainer` or the acceleration of a GSPOTrainer: TRL's own code computes the log-probs again.
 
-    The methods, attributes and logs of trainer and models become what they were, with two exceptions. If another
+    This restores the methods, attributes and logs of trainer and models, with two exceptions. If another
     accelerated trainer uses the model, the model keeps our log-probs, with the settings of that trainer. If another
     wrapper encloses our forward of the model, such as accelerate's autocast after `trainer.train()`, our forward stays
     inside it and passes all calls on. `accelerate_trainer(trainer)` may be called again.

@@ -23,7 +23,7 @@ def gspo_policy_loss(
     config: Any,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Compute GSPO's token form with `policy_loss`, as a policy loss of verl.
+    """Compute GSPO's token form with `policy_loss`, for use as a policy loss of verl.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: [B, R]; the mask is bool or 0/1.

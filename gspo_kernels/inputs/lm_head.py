@@ -254,7 +254,12 @@ def _trained_rows(check: TensorChecks, tokens: Any) -> tuple[Tensor, Tensor | No
     """Copy the weight [V, H], with PEFT's trained rows in it; differentiable. Also return the bias [V]."""
     active = _active(tokens)
     for name in active:
-        check.unsharded(tokens.trainable_tokens_delta[name])
+        delta = tokens.trainable_tokens_delta[name]
+        check.unsharded(delta)
+        if delta.is_meta:
+            check.fail(
+                "lm_head", "a head whose trained rows are not offloaded by accelerate", Unquoted("them offloaded")
+            )
     weight, bias = tokens.get_merged_weights(active), tokens.base_layer.bias
     if bias is not None:
         # PEFT 0.21 drops the bias (peft #3649), but a later version may add it. So take the bias from the layer itself:

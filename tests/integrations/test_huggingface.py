@@ -373,6 +373,15 @@ def test_a_model_that_cannot_be_fused_is_refused_and_unchanged(name: str) -> Non
         assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_trained_rows_that_accelerate_offloads_are_refused() -> None:
+    accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": TOKENS})
+    model = peft.get_peft_model(make("qwen3"), config)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ValueError, match="a head whose trained rows are not offloaded by accelerate"):
+        fuse_head(model)
+
+
 def assert_fused_equals_dense(model: Any) -> None:
     torch.testing.assert_close(fused_log_probs(model), dense_log_probs(model) * batch()[1])
 

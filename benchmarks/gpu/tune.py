@@ -143,7 +143,7 @@ class KernelBench:
             list(pool.map(compile_one, first))
 
     def _measure(self, config: Config) -> Record:
-        """Time one shape. The record names a failure if it raises or its result is too far from the tuned shape's."""
+        """Time one block shape. Record the reason if it fails or its result is too far from the tuned shape's."""
         try:
             with forced(config, self.kernel):
                 out, seen = self.run(*self.inputs)

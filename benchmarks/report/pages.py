@@ -35,7 +35,7 @@ NO_GPU = "**Nothing here was measured on a GPU.** "
 
 
 def files(suite: str) -> list[Path]:
-    """The JSON files of a suite, the CPU's first. If there are none, exit with a message."""
+    """Find the JSON files of a suite, CPU results first. Exit with a message if the suite has no results."""
     paths = sorted(RESULTS.glob(f"{suite}-*.json"), key=lambda path: (not path.stem.endswith("-cpu"), path))
     return paths or sys.exit(f"{RESULTS}: expected {suite}-cpu.json, found no results of {suite}")
 

@@ -257,9 +257,9 @@ class FusedHead:
     def _identity(self) -> tuple[Any, ...]:
         """Everything that the options depend on: the head, and the numbers of the model and its configuration.
 
-        A number is also a NumPy number, or a tensor without dimensions: its version stands for its value, because
-        reading it would make the host wait. Numbers whose name ends in "_id" are left out. Trainers set them, and they
-        do not change logits.
+        NumPy numbers and tensors without dimensions count as numbers. The version of a tensor tells whether it was
+        changed in place, without reading its value from the device. Numbers whose name ends in "_id" are left out:
+        trainers set them, and they do not change logits.
         """
         config = self.model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -275,7 +275,7 @@ class FusedHead:
                 f"fuse_head: {trained[0]} of {type(self.model).__name__} must not be trained, because the scale of "
                 "logits gets no gradient from the losses, got requires_grad=True"
             )
-        return *identity(self.head), *numbers, *((name, _Same(x), x._version) for name, x in tensors)
+        return *identity(self.head), *numbers, *((name, x, x._version) for name, x in tensors)
 
     def remove(self) -> None:
         """Restore the model's forward. A second call does nothing.
@@ -291,7 +291,7 @@ class FusedHead:
         delattr(self.model, _ATTRIBUTE)
 
     def run(self, forward: Callable[..., Any], *args: Any, with_head: Callable[..., Any], **kwargs: Any) -> Any:
-        """Call the model's `forward` with `with_head` in place of its head, and return a HeadOutput."""
+        """Call the model's `forward`, but give the hidden states to `with_head` instead of computing logits."""
         if isinstance(with_head, _Probe):
             return self._forward_with(forward, with_head.function, *args, **kwargs)
         if not callable(with_head):
@@ -366,18 +366,6 @@ def _method_of(model: Any, forward: Any) -> Any:
     """Bind the forward to `model`, which may be a deep copy of the model that it belongs to."""
     function = getattr(forward, "__func__", None)
     return forward if function is None else types.MethodType(function, model)
-
-
-class _Same:
-    """A tensor that equals only itself: `==` of tensors compares their values."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.tensor is self.tensor
-
-    __hash__ = object.__hash__
 
 
 class _Probe(NamedTuple):

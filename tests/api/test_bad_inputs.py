@@ -77,7 +77,11 @@ class Kind:
         autocast: bool = False,
         **change: Any,  # MISSING removes an argument
     ) -> None:
-        self.error, self.expected, self.got, self.functions, self.autocast = error, expected, got, functions, autocast
+        self.error = error
+        self.expected = expected
+        self.got = got
+        self.functions = functions
+        self.autocast = autocast
         self.name = next(iter(change)) if name is None else name
         self.arguments = set(change)
         self.all_inputs = {k: v for k, v in {**good_inputs(packed), **change}.items() if v is not MISSING}

@@ -29,7 +29,9 @@ def nested(x: Tensor, layout: torch.layout) -> Tensor:
 
 
 ONES = torch.ones(B, T)
-HIDDEN, WEIGHT, IDS = torch.ones(B, T, H), torch.ones(V, H), torch.ones(B, T).long()
+HIDDEN = torch.ones(B, T, H)
+WEIGHT = torch.ones(V, H)
+IDS = torch.ones(B, T).long()
 CALLS_WITH_A_NESTED_TENSOR: dict[str, Callable[[Tensor], object]] = {
     "hidden": lambda x: linear_log_probs(x, WEIGHT, IDS),
     "lm_head": lambda x: linear_log_probs(HIDDEN, x, IDS),

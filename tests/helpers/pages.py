@@ -1,4 +1,4 @@
-"""Read the code blocks of Markdown pages, and provide those of the trainers' pages and scale.md that tests run."""
+"""Read code blocks from the docs. The constants are the blocks that tests run."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def train_until_killed(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) -> None:
-    """The process dies before the line of step 2 of the second seed; the checkpoint is that of the first seed's end."""
+    """The process dies before it logs step 2 of the second seed. Its last checkpoint is from the end of the first."""
     process = multiprocessing.get_context("spawn").Process(target=train_until_killed, args=(tmp_path,))
     process.start()
     process.join(120)

@@ -152,7 +152,7 @@ def _triton() -> tuple[str | None, list[str]]:
 
 
 def _accelerators() -> tuple[list[torch.device], list[str]]:
-    """List the CUDA or ROCm devices. If there are none, remarks say why.
+    """List the CUDA or ROCm devices. If there are no devices, also return remarks that say why.
 
     Catches all exceptions, because a broken driver may raise any.
     """

@@ -84,9 +84,26 @@ class GSPOConfig(GRPOConfig):
             "and 0 on a CPU."
         },
     )
+    skip_zero_advantage: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether answers with advantage 0 do not run through the model. If `None`, wherever this does not "
+            "change the gradients."
+        },
+    )
+    zero_equal_rewards: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether groups with equal rewards get an advantage of exactly 0. `False` keeps TRL's advantages, "
+            "which contain rounding errors. Only GSPOTrainer reads this setting."
+        },
+    )
 
     def __post_init__(self) -> None:
         BackwardSettings(self.gradient_budget, self.cache_mib).check("GSPOConfig")
+        if self.skip_zero_advantage is not None:
+            Checks("GSPOConfig").boolean("skip_zero_advantage", self.skip_zero_advantage)
+        Checks("GSPOConfig").boolean("zero_equal_rewards", self.zero_equal_rewards)
         _check_loss(self)
         batch_size = self.generation_batch_size
         if self.steps_per_generation is not None:

@@ -18,7 +18,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the accelerato
 _REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds its replaced methods: name -> (before, ours)
 
 
-def print_settings(place: str, trainer: Any, head: FusedHead, settings: BackwardSettings) -> None:
+def print_settings(place: str, trainer: Any, head: FusedHead, settings: BackwardSettings, skipping: str) -> None:
     """Print backend, head and settings in one line, on the main process. `place` begins the messages of errors."""
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:
@@ -27,7 +27,7 @@ def print_settings(place: str, trainer: Any, head: FusedHead, settings: Backward
         dtype = autocast or take_apart(head.head).linear.weight.dtype
         backend = describe_backend(place, device, dtype)
         cast = f", cast to {dtype_name(dtype)}" if autocast else ""
-        print(f"gspo_kernels: {backend}; {head}{cast}; {settings.describe(device)}", flush=True)
+        print(f"gspo_kernels: {backend}; {head}{cast}; {settings.describe(device)}; {skipping}", flush=True)
 
 
 def log_backwards(trainer: Any) -> None:
@@ -67,9 +67,18 @@ def call_before_each_batch(trainer: Any, function: Callable[[], None]) -> None:
 
 
 def replace_method(trainer: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of the instance until `restore_methods`."""
-    vars(trainer).setdefault(_REPLACED, {})[name] = (vars(trainer).get(name), function)
+    """Replace a method of the instance until `restore_methods`. A method may be replaced several times."""
+    replaced = vars(trainer).setdefault(_REPLACED, {})
+    before = replaced[name][0] if name in replaced else vars(trainer).get(name)
+    replaced[name] = (before, function)
     setattr(trainer, name, function)
+
+
+def method_before(trainer: Any, name: str) -> Any:
+    """The method as it was before `replace_method`: the instance's or, if it has none, the function of its class."""
+    replaced = vars(trainer).get(_REPLACED, {})
+    before = replaced[name][0] if name in replaced else vars(trainer).get(name)
+    return getattr(type(trainer), name) if before is None else before
 
 
 def restore_methods(trainer: Any, check: Checks) -> None:

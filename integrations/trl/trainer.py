@@ -34,9 +34,12 @@ from .config import (
 )
 from .logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
 from .model_forward import ModelLogProbs
+from .zero_advantage import EqualRewards, LiveAnswers, Skipping, skipping
 
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
 _MODELS = "_gspo_models"  # the attribute of a trainer that holds its transformers models
+_LIVE = "_gspo_live"  # the attribute of a trainer that holds its LiveAnswers
+_SKIPPING = "_gspo_skipping"  # the attribute of a trainer that holds its Skipping
 _USERS = "_gspo_users"  # the attribute of a model that holds its Users
 Trainer = TypeVar("Trainer", bound=GRPOTrainer)
 
@@ -113,7 +116,7 @@ class GSPOTrainer(GRPOTrainer):
             )
         _warn_of_overridden_log_probs("GSPOTrainer", type(self), stacklevel=3)
         warn_of_settings_that_never_clip(self, stacklevel=4)
-        _accelerate("GSPOTrainer", self, settings)
+        _accelerate("GSPOTrainer", self, settings, skipping("GSPOTrainer", self, None))
 
 
 def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSettings:
@@ -144,7 +147,11 @@ def _head_adapters_allowed() -> Iterator[None]:
 
 
 def accelerate_trainer(
-    trainer: Trainer, *, gradient_budget: float | None = None, cache_mib: float | None = None
+    trainer: Trainer,
+    *,
+    gradient_budget: float | None = None,
+    cache_mib: float | None = None,
+    skip_zero_advantage: bool | None = None,
 ) -> Trainer:
     """Compute the log-probs of the trainer's model and reference model with `linear_log_probs`.
 
@@ -182,12 +189,13 @@ def accelerate_trainer(
     check_trainer(place, type(trainer), trainer.args)
     has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
     settings = backward_settings(place, trainer.args, has_bonus, gradient_budget, cache_mib)
+    skips = skipping(place, trainer, skip_zero_advantage)
     _warn_of_overridden_log_probs(place, type(trainer), stacklevel=3)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
-    return _accelerate(place, trainer, settings)
+    return _accelerate(place, trainer, settings, skips)
 
 
-def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings) -> Trainer:
+def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skips: Skipping) -> Trainer:
     """Fuse the trainer's models and replace its methods. `place` is the function or class that the user called."""
     models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
@@ -204,14 +212,19 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings) -> Tra
             head.install()
     if not ASKS_THE_MODEL and METHOD not in vars(trainer):
         replace_method(trainer, METHOD, _LogProbs(trainer))
-    previous = vars(trainer).get(_SETTINGS)
+    previous = vars(trainer).get(_SETTINGS), vars(trainer).get(_SKIPPING)
     setattr(trainer, _SETTINGS, settings)
+    setattr(trainer, _SKIPPING, skips)
     _use_settings(trainer, models)
-    if previous is None:
+    if _LIVE not in vars(trainer):
         log_backwards(trainer)
         call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))
-    if previous != settings:
-        print_settings(place, trainer, heads[0], settings)
+        setattr(trainer, _LIVE, LiveAnswers(trainer))
+        if isinstance(trainer, GSPOTrainer) and getattr(trainer.args, "zero_equal_rewards", True):
+            EqualRewards(trainer)
+    vars(trainer)[_LIVE].is_on = skips.is_on
+    if previous != (settings, skips):
+        print_settings(place, trainer, heads[0], settings, skips.description)
     return trainer
 
 
@@ -242,8 +255,9 @@ def restore_trainer(trainer: Trainer) -> Trainer:
     if ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in models):
         check.fail("trainer", "of a model without an adapter on its head", Unquoted("one, which TRL would ignore"))
     restore_methods(trainer, check)
-    delattr(trainer, _SETTINGS)
-    delattr(trainer, _MODELS)
+    vars(trainer)[_LIVE].forget_rollout()
+    for name in (_SETTINGS, _SKIPPING, _LIVE, _MODELS):
+        delattr(trainer, name)
     for base in models:
         users = vars(base)[_USERS]
         users.remove(trainer)

@@ -39,7 +39,6 @@ from .zero_advantage import EqualRewards, LiveAnswers, Skipping, skipping
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
 _MODELS = "_gspo_models"  # the attribute of a trainer that holds its transformers models
 _LIVE = "_gspo_live"  # the attribute of a trainer that holds its LiveAnswers
-_SKIPPING = "_gspo_skipping"  # the attribute of a trainer that holds its Skipping
 _USERS = "_gspo_users"  # the attribute of a model that holds its Users
 Trainer = TypeVar("Trainer", bound=GRPOTrainer)
 
@@ -212,19 +211,19 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skips:
             head.install()
     if not ASKS_THE_MODEL and METHOD not in vars(trainer):
         replace_method(trainer, METHOD, _LogProbs(trainer))
-    previous = vars(trainer).get(_SETTINGS), vars(trainer).get(_SKIPPING)
+    previous = vars(trainer).get(_SETTINGS)
     setattr(trainer, _SETTINGS, settings)
-    setattr(trainer, _SKIPPING, skips)
     _use_settings(trainer, models)
-    if _LIVE not in vars(trainer):
+    if previous is None:
         log_backwards(trainer)
         call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))
-        setattr(trainer, _LIVE, LiveAnswers(trainer))
+        setattr(trainer, _LIVE, LiveAnswers(trainer, skips))
         if isinstance(trainer, GSPOTrainer) and getattr(trainer.args, "zero_equal_rewards", True):
             EqualRewards(trainer)
-    vars(trainer)[_LIVE].is_on = skips.is_on
-    if previous != (settings, skips):
+    live: LiveAnswers = vars(trainer)[_LIVE]
+    if previous != settings or live.skipping != skips:
         print_settings(place, trainer, heads[0], settings, skips.description)
+    live.skipping = skips
     return trainer
 
 
@@ -256,7 +255,7 @@ def restore_trainer(trainer: Trainer) -> Trainer:
         check.fail("trainer", "of a model without an adapter on its head", Unquoted("one, which TRL would ignore"))
     restore_methods(trainer, check)
     vars(trainer)[_LIVE].forget_rollout()
-    for name in (_SETTINGS, _SKIPPING, _LIVE, _MODELS):
+    for name in (_SETTINGS, _LIVE, _MODELS):
         delattr(trainer, name)
     for base in models:
         users = vars(base)[_USERS]

@@ -28,10 +28,11 @@ _OLD = "old_per_token_logps"  # TRL's key
 
 
 class Skipping(NamedTuple):
-    """Whether answers with advantage 0 skip the model, and the setting as the trainer prints it."""
+    """Whether answers with advantage 0 skip the model, and whether the others are cropped to the longest of them."""
 
     is_on: bool
-    description: str
+    crops: bool
+    description: str  # for the line that the trainer prints
 
 
 def skipping(place: str, trainer: Any, requested: bool | None) -> Skipping:
@@ -49,57 +50,52 @@ def skipping(place: str, trainer: Any, requested: bool | None) -> Skipping:
     wanted = getattr(trainer.args, "skip_zero_advantage", None) if requested is None else requested
     if wanted is not None:
         check.boolean("skip_zero_advantage", wanted)
-    reason = why_inexact(trainer)
+    reason = _inexact_setting(trainer) or _interaction_of_rows(trainer.model)
     if wanted and reason:
         check.fail("skip_zero_advantage", f"None or False with {reason}, where skipping would not be exact", True)
     if reason or wanted is False:
-        return Skipping(False, f"skip_zero_advantage=False{f' ({reason})' if wanted is None else ''}")
-    uncropped = why_uncropped(trainer)
-    return Skipping(True, f"skip_zero_advantage=True{f' (padding kept: {uncropped})' if uncropped else ''}")
+        return Skipping(False, False, f"skip_zero_advantage=False{f' ({reason})' if wanted is None else ''}")
+    length = _dependence_on_length(trainer)
+    return Skipping(True, not length, f"skip_zero_advantage=True{f' (padding kept: {length})' if length else ''}")
 
 
-def why_inexact(trainer: Any) -> str | None:
-    """Name what gives answers with advantage 0 a gradient or lets them change other answers' gradients, or None."""
+def _inexact_setting(trainer: Any) -> str | None:
+    """Name a setting that gives answers with advantage 0 a gradient, or changes other gradients if they do not run."""
     args = trainer.args
     names = (_COMPUTE_LOSS, "compute_loss", METHOD)
-    replaced = [name for name in names if method_before(trainer, name) is not getattr(GRPOTrainer, name)]
+    overrides = [name for name in names if method_before(trainer, name) is not getattr(GRPOTrainer, name)]
     reasons = {
-        f"an override of {', '.join(replaced)}": bool(replaced),
+        f"an override of {', '.join(overrides)}": overrides,
         f"beta={trainer.beta}": trainer.beta != 0,
         "an entropy bonus": getattr(trainer, "_entropy_bonus_enabled", False),
         f"router_aux_loss_coef={getattr(args, 'router_aux_loss_coef', 0)}": getattr(trainer, "aux_loss_enabled", False),
         f"top_entropy_quantile={trainer.top_entropy_quantile}": trainer.top_entropy_quantile < 1,
         f"loss_type={trainer.loss_type!r}": trainer.loss_type not in LOSS_TYPES,
-        f"neftune_noise_alpha={args.neftune_noise_alpha}": bool(args.neftune_noise_alpha),
-        "fp8": trainer.accelerator.mixed_precision == "fp8",  # the scales of a tensor depend on all rows
+        f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
+        "fp8": trainer.accelerator.mixed_precision == "fp8",  # the scale of a tensor depends on all rows
         "a processor of images": isinstance(trainer.processing_class, ProcessorMixin),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None) or _why_rows_interact(trainer.model)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _why_rows_interact(model: nn.Module) -> str | None:
-    """Name what makes the gradient of a row depend on the other rows that run, or None."""
+def _interaction_of_rows(model: nn.Module) -> str | None:
+    """Name a part of the model that makes the gradients of a row depend on the rows that run with it."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"dropout={module.p} in {name}"
-        # Models also keep the rate of functional dropout and of router noise in such attributes.
-        for key, value in vars(module).items():
-            if any(word in key for word in ("drop", "jitter")) and _is_positive(value):
+        for key, value in vars(module).items():  # such as Qwen2Attention.attention_dropout and Mixtral's jitter_noise
+            if ("drop" in key or "jitter" in key) and isinstance(value, Real) and value > 0 and value is not True:
                 return f"{key}={value} in {name}"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"batch normalization in {name}"
-        # An expert that only skipped rows use would have no gradient instead of 0, and AdamW would leave it out.
+        # An expert that no live row uses would have no gradient instead of 0, and AdamW would leave its weights out.
         if isinstance(getattr(module, "experts", None), nn.ModuleList):
             return f"experts that are separate modules in {name}"
     return None
 
 
-def _is_positive(x: Any) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool) and x > 0
-
-
-def why_uncropped(trainer: Any) -> str | None:
-    """Name what forbids answers to be cropped to the longest that runs, or return None."""
+def _dependence_on_length(trainer: Any) -> str | None:
+    """Name what forbids cropping answers to the longest one that runs."""
     if getattr(trainer, "pad_to_multiple_of", None):
         return f"pad_to_multiple_of={trainer.pad_to_multiple_of}"
     for module in trainer.model.modules():
@@ -116,7 +112,7 @@ def loss_mask(batch: Mapping[str, Any]) -> Tensor:
 
 
 def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
-    """Find the answers of which a token has a mask, an advantage and a weight that are not 0. Returns bool [B]."""
+    """Find the answers with a token whose mask, advantage and weight are not 0. Returns bool [B]."""
     advantages = batch["advantages"]  # [B], or [B, C] in some subclasses
     live = (loss_mask(batch) != 0) & (advantages if advantages.ndim == 2 else advantages[:, None]).ne(0)
     if "importance_sampling_ratio" in batch and loss_type != "vespo":  # vespo does not multiply by it
@@ -125,44 +121,45 @@ def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
 
 
 class LiveAnswers:
-    """Runs a trainer's model on the answers that have a gradient, and computes old log-probs only where they are needed.
+    """Runs a trainer's model on the answers that have a gradient, and computes old log-probs where they are needed.
 
-    TRL computes the old log-probs of a rollout when it is generated. Until the first optimizer step, the new log-probs
-    are the old ones. So the batches that are trained before it keep theirs, and those of the other batches are computed
-    just before that step, by the same calls of the model as in training: same rows, same width.
+    TRL computes the old log-probs of all answers when it has generated them. Until the first optimizer step, the new
+    log-probs are the old ones. So batches that are trained before it keep theirs. Those of the other batches are
+    computed just before that step, by the same calls of the model as in training: same rows, same width.
     """
 
-    is_on = False  # set by `accelerate_trainer`
-
-    def __init__(self, trainer: Any) -> None:
-        """Replace methods of the trainer until `restore_trainer`."""
+    def __init__(self, trainer: Any, skipping: Skipping) -> None:
+        """Replace methods of the trainer until `restore_trainer`. The attribute `skipping` may be changed later."""
         self.trainer = trainer
+        self.skipping = skipping
         self.returns_aux_loss = "compute_aux_loss" in inspect.signature(getattr(trainer, METHOD)).parameters
-        self._batch: Mapping[str, Any] | None = None  # whose log-probs are computed
+        self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
         self._log_probs: Tensor | None = None  # the latest, [B, C]
-        self._sums: list[Tensor] = []  # of entropies, tokens, rows that ran and rows of the batch
+        self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch
         self._is_rollout = False  # the next log-probs are those of a rollout, which are computed later
         self._is_deferred = False  # the old log-probs of this rollout are computed later
-        self._trl: dict[str, Any] = {}
+        self._replaced: dict[str, Any] = {}
         for name, ours in {
             _COMPUTE_LOSS: self._compute_loss,
             METHOD: self._compute_log_probs,
             _GENERATE: self._generate,
             _PREPARE: self._prepare_inputs,
         }.items():
-            self._trl[name] = getattr(trainer, name)
+            self._replaced[name] = getattr(trainer, name)
             replace_method(trainer, name, ours)
 
+    def _skips(self) -> bool:
+        """True if answers skip the model now. A callback may have changed a setting, such as beta."""
+        return self.skipping.is_on and self.trainer.model.training and _inexact_setting(self.trainer) is None
+
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        if not self.trainer.model.training:
-            return self._trl[_COMPUTE_LOSS](model, inputs)
-        skips = self.is_on and why_inexact(self.trainer) is None
+        skips = self._skips()
         self._batch = inputs if skips else None
         try:
-            loss = self._trl[_COMPUTE_LOSS](model, inputs)
+            loss = self._replaced[_COMPUTE_LOSS](model, inputs)
         finally:
             self._batch = None
-        if self._is_deferred:
+        if self._is_deferred and self.trainer.model.training:
             inputs.setdefault(_OLD, self._log_probs)
         if skips:
             self._log()
@@ -170,75 +167,65 @@ class LiveAnswers:
 
     def _compute_log_probs(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **options: Any
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         if self._is_rollout:
             self._is_rollout, self._is_deferred = False, True
             placeholder = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
             return (placeholder, None, None) if self.returns_aux_loss else (placeholder, None)
         if self._batch is None:
-            out = self._trl[METHOD](model, input_ids, attention_mask, logits_to_keep, *args, **options)
+            out = self._replaced[METHOD](model, input_ids, attention_mask, logits_to_keep, *args, **options)
         else:
-            out = self._run_live_rows(self._batch, model, input_ids, attention_mask, *args, **options)
+            out = self._run_live_rows(self._batch, model, input_ids, attention_mask, **options)
         self._log_probs = out[0].detach()
         return out
 
     def _run_live_rows(
-        self,
-        batch: Mapping[str, Any],
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
+        self, batch: Mapping[str, Any], model: Any, input_ids: Tensor, attention_mask: Tensor, **options: Any
+    ) -> tuple[Any, ...]:
         """Compute log-probs [B, C] and entropies [B, C] with the live rows of a batch. Other entropies are 0."""
         mask, live = loss_mask(batch), live_rows(batch, self.trainer.loss_type)
-        rows = live.nonzero()[:, 0]
-        width = mask.shape[1]
+        rows, width = live.nonzero()[:, 0], mask.shape[1]
         prompt = input_ids.shape[1] - width
-        crops = why_uncropped(self.trainer) is None
-        old = batch.get(_OLD)
-        # An arbitrary log-prob would not do: 0 * exp(new - old) is NaN if the exponential overflows.
-        full = torch.zeros(mask.shape, device=mask.device) if old is None else old
+        # Rows that do not run need a ratio of 1: 0 * exp(new - old) is NaN if the exponential overflows.
+        full = batch.get(_OLD, torch.zeros(mask.shape, device=mask.device))
         if len(rows) == 0:
             # All ranks must call the model, and AdamW must get gradients of 0 instead of None. Two tokens are enough.
-            ids = input_ids[:1, prompt - 1 : prompt + 1] if crops else input_ids[:1]
-            keep = ids.shape[1] - (1 if crops else prompt)
-            log_probs, entropy, *rest = self._trl[METHOD](model, ids, torch.ones_like(ids), keep, *args, **options)
+            ids = input_ids[:1, prompt - 1 : prompt + 1] if self.skipping.crops else input_ids[:1]
+            keep = 1 if self.skipping.crops else width
+            log_probs, entropy, *rest = self._replaced[METHOD](model, ids, torch.ones_like(ids), keep, **options)
             full = full + 0 * log_probs.sum()
-            entropies = torch.zeros_like(full).detach()
+            place = None
         else:
-            if crops:
+            if self.skipping.crops:
                 width = int(mask[rows].any(0).nonzero().max()) + 1
-            end = prompt + width
-            ids, attended = input_ids[rows, :end], attention_mask[rows, :end]
-            log_probs, entropy, *rest = self._trl[METHOD](model, ids, attended, width, *args, **options)
+            ids, attended = input_ids[rows, : prompt + width], attention_mask[rows, : prompt + width]
+            log_probs, entropy, *rest = self._replaced[METHOD](model, ids, attended, width, **options)
             place = rows[:, None], torch.arange(width, device=rows.device)
             full = full.to(log_probs.dtype).index_put(place, log_probs)
-            entropies = torch.zeros_like(full).detach()
-            if entropy is not None:
-                entropies = entropies.index_put(place, entropy.detach())
-        ran = mask * live[:, None]
-        self._sums = [(entropies * ran).sum(), ran.sum(), live.sum(), torch.ones_like(live).sum()]
-        return full, None if entropy is None else entropies, *rest
+        if entropy is not None:
+            entropies = torch.zeros_like(full)
+            entropy = entropies if place is None else entropies.index_put(place, entropy.detach())
+            ran = mask * live[:, None]
+            sums = (entropy * ran).sum(), ran.sum(), live.sum(), torch.ones_like(live).sum()
+            self._sums = torch.stack([x.float() for x in sums])
+        return full, entropy, *rest
 
     def _log(self) -> None:
-        """Log the share of rows that ran, and correct the entropy, which TRL has just logged as a mean over all rows."""
-        sums = torch.stack([x.float() for x in self._sums])
-        entropy, tokens, ran, rows = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        """Log the share of rows that ran, and correct TRL's mean entropy, which counts the other rows as 0."""
+        entropy, tokens, ran, rows = self.trainer.accelerator.reduce(self._sums, reduction="sum").tolist()
         metrics = self.trainer._metrics["train"]
         metrics["gspo/rows_run"].append(ran / rows)
         if ran < rows:
             metrics["entropy"].pop()
             metrics["entropy"] += [entropy / tokens] if tokens else []
-            if not metrics["entropy"]:  # TRL would divide by 0
+            if not metrics["entropy"]:  # TRL would divide by its length
                 del metrics["entropy"]
 
     def _generate(self, inputs: Any) -> dict[str, Any]:
         self._is_deferred = False
-        self._is_rollout = self.is_on and self._can_defer()
+        self._is_rollout = self._skips() and self._can_defer()
         try:
-            output = self._trl[_GENERATE](inputs)
+            output = self._replaced[_GENERATE](inputs)
         finally:
             self._is_rollout = False
         if self._is_deferred:
@@ -246,15 +233,15 @@ class LiveAnswers:
         return output
 
     def _can_defer(self) -> bool:
-        """True if TRL would compute old log-probs for the rollout, and only the loss would read them."""
+        """True if TRL would compute old log-probs for a rollout, and nothing but the loss would read them."""
         trainer, args = self.trainer, self.trainer.args
         is_aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
         needs_all = trainer.use_vllm and trainer.vllm_importance_sampling_correction
         is_trls = all(method_before(trainer, name) is getattr(GRPOTrainer, name) for name in (_GENERATE, _PREPARE))
-        return trainer.model.training and is_trls and not is_aligned and not needs_all and why_inexact(trainer) is None
+        return is_trls and not is_aligned and not needs_all
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        inputs = self._trl[_PREPARE](generation_batch)
+        inputs = self._replaced[_PREPARE](generation_batch)
         trainer = self.trainer
         if self._is_deferred and trainer.model.training and trainer.accelerator.sync_gradients:
             for batch in trainer._buffered_inputs:
@@ -264,18 +251,10 @@ class LiveAnswers:
 
     def _old_log_probs(self, batch: Mapping[str, Any]) -> Tensor:
         """Compute the log-probs [B, C] of a batch with the present weights."""
-        model = self.trainer.model
+        model, checkpointing = self.trainer.model, self.trainer.args.gradient_checkpointing_kwargs
         ids, attended = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
-        self._batch = batch
-        try:
-            with (
-                torch.no_grad(),
-                disable_gradient_checkpointing(model, self.trainer.args.gradient_checkpointing_kwargs),
-            ):
-                log_probs, *_ = self._compute_log_probs(model, ids, attended, batch["completion_ids"].shape[1])
-        finally:
-            self._batch = None
-        return log_probs
+        with torch.no_grad(), disable_gradient_checkpointing(model, checkpointing):
+            return self._run_live_rows(batch, model, ids, attended)[0]
 
     def forget_rollout(self) -> None:
         """Make TRL generate a new rollout if the present one has no old log-probs yet."""
@@ -323,8 +302,8 @@ class EqualRewards:
         if largest and not self._is_announced and trainer.accelerator.is_main_process:
             self._is_announced = True
             print(
-                f"gspo_kernels: groups with equal rewards get the advantage 0. TRL's rounding had given up to {largest:.1e}; "
-                "GSPOConfig(zero_equal_rewards=False) keeps it",
+                "gspo_kernels: groups with equal rewards get the advantage 0. Rounding had made it up to "
+                f"{largest:.1e}, which GSPOConfig(zero_equal_rewards=False) keeps",
                 flush=True,
             )
         return output

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer
+from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer, replace_log_probs
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
@@ -17,10 +16,11 @@ import datasets
 import transformers
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_LOG_RELATIVE
 from torch import Tensor, nn
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
+from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, restore_trainer
-from gspo_kernels.integrations.trl.zero_advantage import live_rows, loss_mask
+from gspo_kernels.integrations.trl.zero_advantage import live_rows, loss_mask, skipping
 
 METHOD = "_get_per_token_logps_and_entropies"
 ADAM: dict[str, Any] = {**SEQUENCE, "optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 3e-3, "max_steps": 6}
@@ -32,11 +32,21 @@ CASES: dict[str, tuple[float, dict[str, Any]]] = {
     "two iterations, four updates": (0.5, {"num_iterations": 2, "gradient_accumulation_steps": 1, "max_steps": 8}),
     "updates across rollouts": (0.5, {"steps_per_generation": 2, "gradient_accumulation_steps": 3}),
     "one update per rollout, checkpointing": (0.5, {"steps_per_generation": 2, "gradient_checkpointing": True}),
-    "LoRA, token ratios, off-policy mask": (0.5, {"lora": True, "loss_type": "dapo", "off_policy_mask_threshold": 1e-4}),
-    "evaluation, truncated answers": (0.75, {"eval_strategy": "steps", "eval_steps": 1, "mask_truncated_completions": True}),
-    "cispo, resumed in a rollout": (0.5, {"loss_type": "cispo", "epsilon_high": 5.0, "save_strategy": "steps", "save_steps": 3}),
+    "LoRA, token ratios, off-policy mask": (
+        0.5,
+        {"lora": True, "loss_type": "dapo", "off_policy_mask_threshold": 1e-4},
+    ),
+    "evaluation, truncated answers": (
+        0.75,
+        {"eval_strategy": "steps", "eval_steps": 1, "mask_truncated_completions": True},
+    ),
+    "cispo, resumed in a rollout": (
+        0.5,
+        {"loss_type": "cispo", "epsilon_high": 5.0, "save_steps": 3, "save_strategy": "steps", "learning_rate": 1e-3},
+    ),
+    "padding kept": (0.75, {"padded": True}),
     "bnpo, tool mask": (0.5, {"loss_type": "bnpo", "tool_mask": True}),
-}  # fmt: skip
+}
 
 
 class Prompts:
@@ -53,7 +63,7 @@ class Prompts:
         return [1.0 if is_dead else score for is_dead, score in zip(dead, scores, strict=True)]
 
 
-def trainer_of(kind: type[GRPOTrainer], folder: Path, reward: Any, lora: bool = False, **options: Any) -> Any:
+def trainer_of(folder: Path, reward: Any, kind: Any = GRPOTrainer, lora: bool = False, **options: Any) -> Any:
     peft = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"]) if lora else None
     prompts = datasets.Dataset.from_list([{"prompt": "ab"}, {"prompt": "ah"}])
     trainer = make_trainer(kind, checkpoint(folder / "model"), folder, peft, prompts, **{**ADAM, **options})
@@ -84,8 +94,10 @@ def steps_of(trainer: Any) -> list[dict[str, float]]:
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
-def train(kind: type[GRPOTrainer], folder: Path, dead: float, tool_mask: bool = False, **options: Any) -> Any:
-    trainer = trainer_of(kind, folder, Prompts(dead), **options)
+def train(ours: bool, folder: Path, reward: Any, tool_mask: bool = False, padded: bool = False, **options: Any) -> Any:
+    trainer = trainer_of(folder, reward, **options)
+    if padded:
+        trainer.pad_to_multiple_of = 4  # TRL before 1.0 ignores it
     if tool_mask:
         generate = trainer._generate_and_score_completions
 
@@ -95,12 +107,13 @@ def train(kind: type[GRPOTrainer], folder: Path, dead: float, tool_mask: bool = 
             return output | {"tool_mask": tools.expand_as(output["completion_ids"]).contiguous()}
 
         trainer._generate_and_score_completions = with_tools
-    seen = spy(trainer) if kind is GRPOTrainer else []
+    seen = [] if ours else spy(trainer)
+    if ours:
+        accelerate_trainer(trainer, skip_zero_advantage=True)
     trainer.train()
-    if "save_steps" in options:  # the rollout of step 3 has another update, and its batches are gone
-        last = trainer.state.global_step
-        trainer.args.max_steps = last + 3
-        trainer.train(resume_from_checkpoint=str(folder / "out" / f"checkpoint-{last - 3}"))
+    if "save_steps" in options:  # step 4 is the second of a rollout's two, whose batches are gone
+        trainer.args.max_steps = 9
+        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-3"))
     return trainer, seen
 
 
@@ -130,8 +143,212 @@ def compare(stock: Any, ours: Any, seen: list[tuple[Any, Tensor]]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_stock_trl(name: str, tmp_path: Path) -> None:
     dead, options = CASES[name]
-    stock, seen = train(GRPOTrainer, tmp_path / "stock", dead, **options)
-    ours, _ = train(GSPOTrainer, tmp_path / "ours", dead, **options)
+    stock, seen = train(False, tmp_path / "stock", Prompts(dead), **options)
+    ours, _ = train(True, tmp_path / "ours", Prompts(dead), **options)
     compare(stock, ours, seen)
     rows = [log["gspo/rows_run"] for log in steps_of(ours)]
     assert max(rows) == 0 if dead == 1 else max(rows) > 0 and (min(rows) < 1) == (dead > 0)
+
+
+def rank_main(rank: int, folder: Path, ours: bool) -> None:
+    trainer, _ = train(ours, folder / str(rank), Prompts(float(rank)))  # all answers of rank 1 are dead
+    parameters = [p.detach() for p in trainer.model.parameters()]
+    torch.save((steps_of(trainer), parameters), folder / f"{rank}.pt")
+
+
+@pytest.mark.slow
+def test_a_rank_without_live_answers_takes_the_same_steps(tmp_path: Path) -> None:
+    runs = []
+    for ours in (False, True):
+        folder = tmp_path / str(ours)
+        folder.mkdir()
+        run_ranks(rank_main, 2, folder, ours)
+        runs.append([torch.load(folder / f"{rank}.pt") for rank in (0, 1)])
+    (logs, _), _ = runs[0]
+    (our_logs, _), _ = runs[1]
+    assert len(logs) == len(our_logs) == 6 and 0 < max(log["gspo/rows_run"] for log in our_logs) <= 0.5
+    for a, b in zip(our_logs, logs, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=TRAINER_LOG_RELATIVE)
+    for _, parameters in runs[1]:
+        for a, b in zip(parameters, runs[0][0][1], strict=True):
+            torch.testing.assert_close(a, b, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout has four updates, so the old log-probs of the last three batches are computed."""
+    calls: list[tuple[bool, int, int]] = []  # gradients, rows, tokens of the completion
+
+    def recorded(hidden: Tensor, head: Any, targets: Tensor, **options: Any) -> Any:
+        mask = options.get("mask")
+        counted = targets != -100 if mask is None else mask != 0
+        calls.append((torch.is_grad_enabled(), len(targets), int(counted.any(0).sum())))
+        return linear_log_probs(hidden, head, targets, **options)
+
+    replace_log_probs(monkeypatch, recorded)
+    options = {"gradient_accumulation_steps": 1, "learning_rate": 0.0, "max_steps": 4}
+    trainer = trainer_of(tmp_path, Prompts(0.5), **options)
+    accelerate_trainer(trainer)
+    batches: list[Any] = []
+    loss = trainer._compute_loss
+
+    def compute_loss(model: Any, inputs: Any) -> Any:
+        batches.append(dict(inputs))
+        return loss(model, inputs)
+
+    trainer._compute_loss = compute_loss
+    trainer.train()
+    expected = []
+    for batch in batches:
+        live = live_rows(batch, "grpo")
+        width = batch["completion_mask"][live].any(0).sum().item() if live.any() else 1
+        expected.append((max(1, int(live.sum())), width))
+    assert min(rows for rows, _ in expected) < 4
+    assert [call[1:] for call in calls if not call[0]] == expected[1:]
+    assert [call[1:] for call in calls if call[0]] == expected
+    assert ["old_per_token_logps" in batch for batch in batches] == [False, True, True, True]
+    for batch, after in zip(batches, trainer._buffered_inputs, strict=True):
+        old = batch.get("old_per_token_logps", after["old_per_token_logps"])
+        with torch.no_grad():
+            assert torch.equal(trainer._gspo_live._old_log_probs(after | {"old_per_token_logps": old}), old)
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_old_log_probs_far_below_the_new_ones_make_no_nan(dead: int, tmp_path: Path) -> None:
+    trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.0), importance_sampling_level="token"))
+    trainer.current_gradient_accumulation_steps = 1
+    ones = torch.ones(2, 3, dtype=torch.long)
+    batch = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones * 3, "completion_mask": ones}
+    batch |= {"advantages": torch.tensor([1.0, 0.0]) if dead == 1 else torch.zeros(2)}
+    batch["old_per_token_logps"] = torch.tensor([-1.0, -100.0])[:, None].expand(2, 3).clone()
+    trainer.model.train()
+    trainer._compute_loss(trainer.model, batch).backward()
+    gradients = [p.grad for p in trainer.model.parameters()]
+    assert all(x is not None and x.isfinite().all() for x in gradients)
+    assert any(x.any() for x in gradients) == (dead == 1)
+
+
+def test_rows_are_live_by_mask_advantage_and_weight() -> None:
+    batch: dict[str, Any] = {"completion_mask": torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [1, 1]])}
+    batch["advantages"] = torch.tensor([1e-30, 1.0, 1.0, 0.0, torch.nan])
+    assert live_rows(batch, "grpo").tolist() == [True, True, False, False, True]
+    batch["tool_mask"] = torch.tensor([[0, 1], [0, 1], [1, 1], [1, 1], [1, 1]])
+    assert live_rows(batch, "grpo").tolist() == [True, False, False, False, True]
+    batch["importance_sampling_ratio"] = torch.tensor([[0.0], [1.0], [1.0], [1.0], [1.0]])
+    assert live_rows(batch, "grpo").tolist() == [False, False, False, False, True]
+    assert live_rows(batch, "vespo").tolist() == [True, False, False, False, True]
+
+
+# The owner of an attribute, its name and value, and the reason that messages name.
+INEXACT: list[tuple[str, str, Any, str]] = [
+    ("", "beta", 0.1, "beta=0.1"),
+    ("", "_entropy_bonus_enabled", True, "an entropy bonus"),
+    ("", "aux_loss_enabled", True, "router_aux_loss_coef="),
+    ("", "top_entropy_quantile", 0.5, "top_entropy_quantile=0.5"),
+    ("", "loss_type", "new", "loss_type='new'"),
+    ("", "_compute_loss", lambda model, inputs: None, "an override of _compute_loss"),
+    ("", "processing_class", object.__new__(transformers.ProcessorMixin), "a processor of images"),
+    ("args", "neftune_noise_alpha", 5.0, "neftune_noise_alpha=5.0"),
+    ("accelerator.state", "_mixed_precision", "fp8", "fp8"),
+    ("model", "added", nn.Dropout(0.1), "dropout=0.1 in added"),
+    ("model", "attention_dropout", 0.1, "attention_dropout=0.1 in "),
+    ("model", "added", nn.BatchNorm1d(2), "batch normalization in added"),
+    ("model", "experts", nn.ModuleList([nn.Linear(2, 2)]), "experts that are separate modules in "),
+]
+
+
+def test_settings_that_make_skipping_inexact_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trainer_of(tmp_path, Prompts(0.0))
+    for path, name, value, reason in INEXACT:
+        with monkeypatch.context() as patch:
+            owner = trainer
+            for part in path.split("."):
+                owner = getattr(owner, part) if part else owner
+            patch.setattr(owner, name, value, raising=False)
+            assert skipping("here", trainer, None).description.startswith(f"skip_zero_advantage=False ({reason}")
+            with pytest.raises(ValueError, match="^accelerate_trainer: skip_zero_advantage must be .* with ") as error:
+                accelerate_trainer(trainer, skip_zero_advantage=True)
+            assert reason in str(error.value) and not hasattr(trainer, "_gspo_live")
+    with pytest.raises(TypeError, match="skip_zero_advantage must be True or False, got 1"):
+        accelerate_trainer(trainer, skip_zero_advantage=1)  # type: ignore[arg-type]
+    accelerate_trainer(trainer, skip_zero_advantage=False)
+    assert capsys.readouterr().out.endswith("; skip_zero_advantage=False\n")
+    for owner, name, value, reason in (
+        (trainer, "pad_to_multiple_of", 8, "pad_to_multiple_of=8"),
+        (trainer.model.model.rotary_emb, "rope_type", {"full_attention": "longrope"}, "rope_type='longrope'"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value, raising=False)
+            assert skipping("here", trainer, True) == (
+                True,
+                False,
+                f"skip_zero_advantage=True (padding kept: {reason})",
+            )
+    accelerate_trainer(trainer)
+    assert capsys.readouterr().out.endswith("; skip_zero_advantage=True\n")
+    trainer.model.train()
+    assert trainer._gspo_live._skips()
+    trainer.beta = 0.1  # a callback may do this
+    assert not trainer._gspo_live._skips()
+
+
+def test_a_rollout_without_old_log_probs_is_not_left_to_stock_trl(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    trainer = trainer_of(tmp_path, Prompts(0.5))
+    accelerate_trainer(trainer).add_callback(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert any("old_per_token_logps" not in batch for batch in trainer._buffered_inputs)
+    assert restore_trainer(trainer)._buffered_inputs is None
+
+
+def equal_rewards(prompts: list[str], **_: Any) -> list[float]:
+    return [0.7] * len(prompts)
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_equal_rewards_move_weights_in_stock_trl_only(
+    zeroed: bool, aggregation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With other rewards, TRL's mean over the batch is not 0 and normalize_then_sum moves the weights."""
+    options = {"config": GSPOConfig, "zero_equal_rewards": zeroed, "num_generations": 8, "weight_decay": 0.0}
+    options |= {"multi_objective_aggregation": aggregation, "gradient_accumulation_steps": 1, "log_completions": True}
+    trainer = trainer_of(tmp_path, equal_rewards, GSPOTrainer, **options)
+    trainer.log_completions = False
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    moved = max((a - b).abs().max().item() for a, b in zip(trainer.model.parameters(), before, strict=True))
+    announced = "groups with equal rewards get the advantage 0. Rounding had made it up to" in capsys.readouterr().out
+    assert announced == zeroed
+    if zeroed:
+        assert moved == 0 and set(trainer._logs["advantages"]) == {0.0}
+        assert all(log["gspo/rows_run"] == 0 for log in steps_of(trainer))
+    else:
+        assert moved > 1e-3 and min(map(abs, trainer._logs["advantages"])) > 1e-5
+    if aggregation == "sum_then_normalize":
+        assert steps_of(trainer)[0]["frac_reward_zero_std"] == zeroed
+
+
+def test_groups_are_equal_by_their_totals_or_by_every_reward(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, equal_rewards, GSPOTrainer)
+    (rewards,) = [x.__self__ for x in [trainer._calculate_rewards]]
+    nan = torch.nan
+    groups = [
+        [[0.7, 0.1]] * 4,
+        [[0.7, 0.1]] * 3 + [[0.7, 0.2]],
+        [[nan, nan]] * 4,
+        [[nan, nan]] + [[0.7, 0.1]] * 3,
+        [[0.5, 0.25], [0.25, 0.5], [nan, 0.75], [0.75, nan]],
+    ]
+    rewards._rewards = torch.tensor(groups).view(20, 2)
+    trainer.reward_weights = torch.ones(2)
+    assert rewards._equal(4).view(5, 4).tolist() == [[x] * 4 for x in (True, False, True, False, True)]
+    trainer.multi_objective_aggregation = "normalize_then_sum"
+    assert rewards._equal(4).view(5, 4).tolist() == [[x] * 4 for x in (True, False, True, False, False)]

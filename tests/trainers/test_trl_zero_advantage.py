@@ -32,7 +32,7 @@ CASES: dict[str, tuple[float, dict[str, Any]]] = {
     "two iterations, four updates": (0.5, {"num_iterations": 2, "gradient_accumulation_steps": 1, "max_steps": 8}),
     "updates across rollouts": (0.5, {"steps_per_generation": 2, "gradient_accumulation_steps": 3}),
     "one update per rollout, checkpointing": (0.5, {"steps_per_generation": 2, "gradient_checkpointing": True}),
-    "LoRA, token ratios, off-policy mask": (
+    "LoRA, dapo, off-policy mask": (
         0.5,
         {"lora": True, "loss_type": "dapo", "off_policy_mask_threshold": 1e-4},
     ),
@@ -147,7 +147,7 @@ def test_training_equals_stock_trl(name: str, tmp_path: Path) -> None:
     ours, _ = train(True, tmp_path / "ours", Prompts(dead), **options)
     compare(stock, ours, seen)
     rows = [log["gspo/rows_run"] for log in steps_of(ours)]
-    assert max(rows) == 0 if dead == 1 else max(rows) > 0 and (min(rows) < 1) == (dead > 0)
+    assert max(rows) == 0 if dead == 1 else max(rows) > 0 and (dead == 0 or min(rows) < 1)
 
 
 def rank_main(rank: int, folder: Path, ours: bool) -> None:
@@ -269,7 +269,7 @@ def test_settings_that_make_skipping_inexact_are_named(
                 owner = getattr(owner, part) if part else owner
             patch.setattr(owner, name, value, raising=False)
             assert skipping("here", trainer, None).description.startswith(f"skip_zero_advantage=False ({reason}")
-            with pytest.raises(ValueError, match="^accelerate_trainer: skip_zero_advantage must be .* with ") as error:
+            with pytest.raises(ValueError, match=r"^accelerate_trainer: skip_zero_advantage must be .*") as error:
                 accelerate_trainer(trainer, skip_zero_advantage=True)
             assert reason in str(error.value) and not hasattr(trainer, "_gspo_live")
     with pytest.raises(TypeError, match="skip_zero_advantage must be True or False, got 1"):
@@ -282,11 +282,8 @@ def test_settings_that_make_skipping_inexact_are_named(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
-            assert skipping("here", trainer, True) == (
-                True,
-                False,
-                f"skip_zero_advantage=True (padding kept: {reason})",
-            )
+            is_on, crops, text = skipping("here", trainer, True)
+            assert is_on and not crops and text == f"skip_zero_advantage=True (padding kept: {reason})"
     accelerate_trainer(trainer)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=True\n")
     trainer.model.train()
@@ -312,33 +309,27 @@ def equal_rewards(prompts: list[str], **_: Any) -> list[float]:
     return [0.7] * len(prompts)
 
 
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("zeroed", [True, False])
 def test_equal_rewards_move_weights_in_stock_trl_only(
-    zeroed: bool, aggregation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    zeroed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With other rewards, TRL's mean over the batch is not 0 and normalize_then_sum moves the weights."""
     options = {"config": GSPOConfig, "zero_equal_rewards": zeroed, "num_generations": 8, "weight_decay": 0.0}
-    options |= {"multi_objective_aggregation": aggregation, "gradient_accumulation_steps": 1, "log_completions": True}
     trainer = trainer_of(tmp_path, equal_rewards, GSPOTrainer, **options)
-    trainer.log_completions = False
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     moved = max((a - b).abs().max().item() for a, b in zip(trainer.model.parameters(), before, strict=True))
     announced = "groups with equal rewards get the advantage 0. Rounding had made it up to" in capsys.readouterr().out
-    assert announced == zeroed
+    assert announced == zeroed and steps_of(trainer)[0]["frac_reward_zero_std"] == zeroed
     if zeroed:
         assert moved == 0 and set(trainer._logs["advantages"]) == {0.0}
         assert all(log["gspo/rows_run"] == 0 for log in steps_of(trainer))
     else:
         assert moved > 1e-3 and min(map(abs, trainer._logs["advantages"])) > 1e-5
-    if aggregation == "sum_then_normalize":
-        assert steps_of(trainer)[0]["frac_reward_zero_std"] == zeroed
 
 
 def test_groups_are_equal_by_their_totals_or_by_every_reward(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, equal_rewards, GSPOTrainer)
-    (rewards,) = [x.__self__ for x in [trainer._calculate_rewards]]
+    rewards = trainer._calculate_rewards.__self__
     nan = torch.nan
     groups = [
         [[0.7, 0.1]] * 4,

@@ -52,6 +52,8 @@ class GSPOConfig(GRPOConfig):
     agree, so `GSPOConfig(**config.to_dict())` and `dataclasses.replace(config, ...)` work.
 
     `gradient_budget` and `cache_mib` are arguments of `linear_log_probs`, for the training steps of the policy.
+    `skip_zero_advantage` is an argument of `accelerate_trainer`. `zero_equal_rewards` gives groups with bitwise equal
+    rewards an advantage of exactly 0.
 
     Raises:
         ValueError, TypeError: GRPOConfig refuses a setting; `generation_batch_size` and `steps_per_generation`

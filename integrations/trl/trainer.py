@@ -73,6 +73,9 @@ class GSPOTrainer(GRPOTrainer):
     Takes the same arguments as GRPOTrainer, but `args` defaults to a GSPOConfig. The head may have a LoRA adapter. From
     TRL 1.15 on, GRPOTrainer refuses such a head, because TRL's own log-probs would ignore the adapter.
 
+    Groups with bitwise equal rewards get an advantage of exactly 0, unless `zero_equal_rewards` of its GSPOConfig is
+    False. TRL's rounding can give them up to 5e-3.
+
     The model card names GSPO and its paper, or GRPO if `args` does not select a sequence-level ratio.
 
     Raises:
@@ -158,11 +161,15 @@ def accelerate_trainer(
     before 1.15, TRL's own code still computes the log-probs of inputs with images, and a UserWarning says so.
 
     The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that its process has
-    trained on since the last log. `gspo_kernels.LossOutput` documents them. `restore_trainer` undoes this function.
+    trained on since the last log. `gspo_kernels.LossOutput` documents them. With `skip_zero_advantage`, it also logs
+    gspo/rows_run, the share of the answers on all ranks that ran through the model, and TRL's `entropy` is the mean
+    over these answers. `restore_trainer` undoes this function.
 
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
             setting of the trainer's GSPOConfig; otherwise a budget of 0, and the default of `cache_mib`.
+        skip_zero_advantage: whether answers with advantage 0 do not run through the model. None: the setting of the
+            trainer's GSPOConfig; otherwise wherever this does not change the gradients.
 
     Returns:
         The trainer.
@@ -172,7 +179,8 @@ def accelerate_trainer(
         ValueError: `cast_lm_head_to_fp32` is set, so that head and hidden states have different dtypes; the budget is
             not 0 and TRL adds an entropy bonus; before TRL 1.14, `use_liger_kernel` is set (Liger's loss reads no
             log-probs); before TRL 1.15, a subclass overrides `_get_per_token_logps_and_entropies`.
-        ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
+        ValueError: `skip_zero_advantage` is True, and skipping would change gradients, for example with `beta`.
+        ValueError, TypeError: `gradient_budget`, `cache_mib` or `skip_zero_advantage` is invalid.
         HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
 
     Warns:

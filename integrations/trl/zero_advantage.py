@@ -83,7 +83,12 @@ def _interaction_of_rows(model: nn.Module) -> str | None:
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"dropout={module.p} in {name}"
         for key, value in vars(module).items():  # such as Qwen2Attention.attention_dropout and Mixtral's jitter_noise
-            if ("drop" in key or "jitter" in key) and isinstance(value, int | float) and value > 0 and value is not True:
+            if (
+                ("drop" in key or "jitter" in key)
+                and isinstance(value, int | float)
+                and value > 0
+                and value is not True
+            ):
                 return f"{key}={value} in {name}"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"batch normalization in {name}"

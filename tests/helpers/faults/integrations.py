@@ -683,4 +683,52 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "bench::test_memory_that_was_freed_before_the_run_does_not_hide_its_allocations",
     ),
+    "an answer that did not run gets the log-prob 0": (
+        "LiveAnswers._run_live_rows",
+        "batch.get(_OLD, torch.zeros(mask.shape, device=mask.device))",
+        "torch.zeros(mask.shape, device=mask.device)",
+        "trainers/trl_zero_advantage::test_old_log_probs_far_below_the_new_ones_make_no_nan[1]",
+    ),
+    "a batch without live answers leaves gradients None": (
+        "LiveAnswers._run_live_rows",
+        "full + 0 * log_probs.sum()",
+        "full + 0 * torch.zeros((), requires_grad=True)",
+        "trainers/trl_zero_advantage::test_old_log_probs_far_below_the_new_ones_make_no_nan[2]",
+    ),
+    "old log-probs that no batch gets": (
+        "LiveAnswers._prepare_inputs",
+        "self._is_deferred and trainer.model.training and trainer.accelerator.sync_gradients",
+        "False",
+        "trainers/trl_zero_advantage::test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones",
+    ),
+    "the entropy counts answers that did not run": (
+        "LiveAnswers._log",
+        "ran < rows",
+        "False",
+        "trainers/trl_zero_advantage::test_training_equals_stock_trl[half dead]",
+    ),
+    "a KL term does not switch skipping off": (
+        "_inexact_setting",
+        "trainer.beta != 0",
+        "False",
+        "trainers/trl_zero_advantage::test_settings_that_make_skipping_inexact_are_named",
+    ),
+    "a sampler weight of 0 does not skip the model": (
+        "live_rows",
+        'live = live & batch["importance_sampling_ratio"].ne(0)',
+        "pass",
+        "trainers/trl_zero_advantage::test_rows_are_live_by_mask_advantage_and_weight",
+    ),
+    "stock TRL gets a rollout without old log-probs": (
+        "restore_trainer",
+        "vars(trainer)[_LIVE].forget_rollout()",
+        "pass",
+        "trainers/trl_zero_advantage::test_a_rollout_without_old_log_probs_is_not_left_to_stock_trl",
+    ),
+    "rounding moves weights for equal rewards": (
+        "EqualRewards._generate_and_score",
+        'output["advantages"].masked_fill(local, 0)',
+        'output["advantages"]',
+        "trainers/trl_zero_advantage::test_equal_rewards_move_weights_in_stock_trl_only[True]",
+    ),
 }

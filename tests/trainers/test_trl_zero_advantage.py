@@ -319,8 +319,9 @@ def test_equal_rewards_move_weights_in_stock_trl_only(
     trainer.train()
     moved = max((a - b).abs().max().item() for a, b in zip(trainer.model.parameters(), before, strict=True))
     announced = "groups with equal rewards get the advantage 0. Rounding had made it up to" in capsys.readouterr().out
-    assert announced == zeroed and steps_of(trainer)[0]["frac_reward_zero_std"] == zeroed
+    assert announced == zeroed
     if zeroed:
+        assert steps_of(trainer)[0]["frac_reward_zero_std"] == 1
         assert moved == 0 and set(trainer._logs["advantages"]) == {0.0}
         assert all(log["gspo/rows_run"] == 0 for log in steps_of(trainer))
     else:

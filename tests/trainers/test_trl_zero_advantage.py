@@ -223,9 +223,10 @@ def test_old_log_probs_far_below_the_new_ones_make_no_nan(dead: int, tmp_path: P
     batch |= {"advantages": torch.tensor([1.0, 0.0]) if dead == 1 else torch.zeros(2)}
     batch["old_per_token_logps"] = torch.tensor([-1.0, -100.0])[:, None].expand(2, 3).clone()
     trainer.model.train()
-    trainer._compute_loss(trainer.model, batch).backward()
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
     gradients = [p.grad for p in trainer.model.parameters()]
-    assert all(x is not None and x.isfinite().all() for x in gradients)
+    assert loss.isfinite() and all(x is not None and x.isfinite().all() for x in gradients)
     assert any(x.any() for x in gradients) == (dead == 1)
 
 

@@ -280,6 +280,8 @@ class EqualRewards:
         self._rewards = torch.empty(0)  # [answers of all ranks, functions]
         self._is_announced = False
         self._calculate, self._generate = trainer._calculate_rewards, getattr(trainer, _GENERATE)
+        if method_before(trainer, _GENERATE) is not getattr(GRPOTrainer, _GENERATE):
+            return  # with advantages of its own, which may differ where rewards are equal
         replace_method(trainer, "_calculate_rewards", self._calculate_rewards)
         replace_method(trainer, _GENERATE, self._generate_and_score)
 

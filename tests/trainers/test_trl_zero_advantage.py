@@ -329,6 +329,18 @@ def test_equal_rewards_move_weights_in_stock_trl_only(
         assert moved > 1e-3 and min(map(abs, trainer._logs["advantages"])) > 1e-5
 
 
+class OwnAdvantages(GSPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        return output | {"advantages": torch.ones_like(output["advantages"])}
+
+
+def test_a_subclass_keeps_its_own_advantages(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, equal_rewards, OwnAdvantages, max_steps=1)
+    trainer.train()
+    assert steps_of(trainer)[0]["gspo/rows_run"] == 1
+
+
 def test_groups_are_equal_by_their_totals_or_by_every_reward(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, equal_rewards, GSPOTrainer)
     rewards = trainer._calculate_rewards.__self__

@@ -270,7 +270,7 @@ class LiveAnswers:
 class EqualRewards:
     """Sets the advantages of groups with bitwise equal rewards to exactly 0.
 
-    TRL rounds the mean of a group. Eight rewards of 0.7 get an advantage of -6e-4, and AdamW moves the weights by such
+    TRL rounds the mean of a group. Eight rewards of 0.7 get an advantage of 6e-4, and AdamW moves the weights by such
     advantages as fast as by any others.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.faults.table import Fault
+from faults.table import Fault
 
 OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.faults.table import Fault
+from faults.table import Fault
 
 FAULTS: dict[str, Fault] = {
     "head not restored after an error": (

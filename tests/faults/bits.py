@@ -1,6 +1,6 @@
 """Print hashes of all outputs of a fixed set of calls. Equal hashes before and after a change mean equal bits.
 
-    PYTHONPATH=tests python -m helpers.bits > before.json
+    PYTHONPATH=tests python -m faults.bits > before.json
 
 Bits depend on the processor and the versions of libraries, so compare only files made on the same machine.
 """

@@ -36,12 +36,6 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "edges::test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence[triton-0.0]",
     ),
-    "gradients of masked entropies reach the head": (
-        "_differentiate_log_probs",
-        "d_entropy = torch.where(head.mask, d_entropy, 0)",
-        "pass",
-        "edges::test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence[triton-0.0]",
-    ),
     "entropy gradient dropped": (
         "_differentiate_fused_loss",
         "d_entropy = multiply_no_nan(of_loss.entropy, d_loss) if of_loss.entropy.numel() else None",
@@ -60,41 +54,17 @@ FAULTS: dict[str, Fault] = {
         "weights if weights is None else multiply_no_nan(weights, rollout)",
         "sampler_mismatch::test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero[torch-token]",
     ),
-    "a NaN of the sampler not counted": (
-        "policy_rows",
-        "_check_nan(check, arguments.rollout_log_probs, unmasked, in_loss & rollout.isnan())",
-        "pass",
-        "unchecked_values::test_a_nan_of_the_sampler_is_counted_once_per_weight[torch-token-1]",
-    ),
-    "a field of the objective as an argument not named": (
-        "names_misplaced_fields.checked",
-        "name in _FIELDS",
-        "False",
-        "bad_inputs::test_a_field_of_the_objective_as_an_argument_is_named[policy_loss]",
-    ),
     "LoRA on the head ignored": (
         "resolve",
         "return Head(weight, bias, *_low_rank_term(check, lora, hidden, mask, tp_group))",
         "return Head(weight, bias)",
         "heads::test_lora_on_the_head_equals_peft[torch-False-False-1]",
     ),
-    "hooks on modules of an adapter ignored": (
-        "take_apart",
-        "called += [lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]]",
-        "pass",
-        "bad_inputs::test_an_unsupported_adapter_is_named[hook-on-lora-a]",
-    ),
     "rows of the head that PEFT trains ignored": (
         "resolve",
         "tokens is not None and _adapts(check, tokens)",
         "False",
         "heads::test_rows_that_peft_trains_are_in_the_weight[torch]",
-    ),
-    "offsets of importance_weights not checked": (
-        "_layout",
-        "check.offsets(cu_seqlens, mask.shape[0], mask.device)",
-        "pass",
-        "sampler_mismatch::test_invalid_offsets_are_rejected",
     ),
     "a normalizer tensor not checked": (
         "TensorChecks.normalizer",
@@ -120,29 +90,11 @@ FAULTS: dict[str, Fault] = {
         "ones if divisor is None else (columns[divisor] > 0).double()",
         "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
     ),
-    "ratios of tokens weighted by sequences": (
-        "DIVISORS",
-        'dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "ratios")',
-        'dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "sequences")',
-        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-token]",
-    ),
     "dropped mass weighted by tokens": (
         "DIVISORS",
         '"gradient_mass"',
         '"tokens"',
         "combined_metrics::test_dropped_mass_is_weighted_by_the_mass_of_each_micro_batch[fused loss]",
-    ),
-    "extremes of empty micro-batches": (
-        "metrics:_combined",
-        "torch.where(empty, torch.inf, table)",
-        "table",
-        "combined_metrics::test_a_batch_without_tokens_has_the_metrics_of_its_parts",
-    ),
-    "effective sample size averaged": (
-        "metrics:_combined",
-        "filter(_components, names)",
-        "()",
-        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
     ),
     "a dropped token with an infinite weight": (
         "_weigh",
@@ -150,23 +102,11 @@ FAULTS: dict[str, Fault] = {
         "weight * other_weight",
         "sampler_mismatch::test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infinite",
     ),
-    "bound_share of several corrections is the share of the first": (
-        "_weigh",
-        "outside = outside | other_outside",
-        "pass",
-        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
-    ),
     "a gate keeps the weight": (
         "_weight",
         'torch.where(raw.isnan(), raw, 1) if correction.mode == "gate" else raw',
         "raw",
         "sampler_mismatch::test_weights_and_metrics_match_plain_python",
-    ),
-    "a gate on NaN is open": (
-        "_weight",
-        "torch.where(raw.isnan(), raw, 1)",
-        "torch.ones_like(raw)",
-        "sampler_mismatch::test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infinite",
     ),
     "sampler weights with a gradient": (
         "_difference",
@@ -179,24 +119,6 @@ FAULTS: dict[str, Fault] = {
         "-_reduce_sequences(difference, unmasked, layout, mean=True) > threshold",
         "-_reduce_sequences(difference, unmasked, layout, mean=True) >= threshold",
         "sampler_mismatch::test_a_sequence_at_the_threshold_is_not_masked",
-    ),
-    "the first token's advantage used for the sequence": (
-        "off_policy_mask",
-        "per_row = layout.per_row(advantages.detach())",
-        "per_row = layout.per_row(advantages.detach() if advantages.ndim == 1 else advantages.detach()[:, :1])",
-        "sampler_mismatch::test_per_token_advantages_are_masked_per_token",
-    ),
-    "ddof ignored for the standard deviation of the batch": (
-        "_of_groups",
-        "variance = variance_of(groups.rewards, ddof)",
-        "variance = variance_of(groups.rewards, 1)",
-        "advantages::test_ddof_applies_to_the_deviation_of_the_batch[0]",
-    ),
-    "equal rewards of the others have a variance above 0": (
-        "Groups.variance_of_others",
-        "torch.where(others_are_equal, 0, variance)",
-        "variance",
-        "advantages::test_equal_rewards_of_the_others_are_not_divided",
     ),
     "the variance of the others divided by the number of all": (
         "Groups.variance_of_others",
@@ -234,41 +156,11 @@ FAULTS: dict[str, Fault] = {
         "variance",
         "advantages::test_equal_rewards_of_a_batch_are_not_divided",
     ),
-    "a second backward of the head names the other function": (
-        "ops/head:",
-        '"gspo_fused_loss" if gradient_budget is None else "linear_log_probs"',
-        '"linear_log_probs" if gradient_budget is None else "gspo_fused_loss"',
-        "derivatives::test_a_second_backward_raises_an_error_that_says_what_to_use",
-    ),
     "a second backward of an adapter meets PyTorch's error": (
         "adapter:",
         "_adapter_backward.register_autograd",
         "lambda function: None",
         "derivatives::test_a_second_backward_of_an_adapter_raises[torch]",
-    ),
-    "torch.func.grad of a mapped tensor meets PyTorch's error": (
-        "_is_tracked",
-        "x = get_unwrapped(x)",
-        "return False",
-        "derivatives::test_reverse_mode_of_torch_func_is_refused",
-    ),
-    "values of mapped tensors are read": (
-        "TensorChecks.flag",
-        "is_functorch_wrapped_tensor(wrong)",
-        "False",
-        "derivatives::test_under_vmap_invalid_values_are_counted",
-    ),
-    "positive log-probs accepted": (
-        "TensorChecks.sign",
-        "x > ROUNDING",
-        "x > 1e9",
-        "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[old-log-probs-positive-policy_loss]",
-    ),
-    "negative entropies are not counted": (
-        "policy_loss",
-        'check.sign("entropy", entropy.detach(), unmasked, positive=True)',
-        "pass",
-        "unchecked_values::test_values_of_the_wrong_sign_are_counted_once_per_token[torch-entropy]",
     ),
     "positive log-probs of masked tokens refused": (
         "TensorChecks.sign",
@@ -281,12 +173,6 @@ FAULTS: dict[str, Fault] = {
         "return torch.where(wrong, torch.nan, x)",
         "return x",
         "advantages::test_a_value_that_is_not_checked_becomes_nan",
-    ),
-    "a divisor of a missing KL term is ignored": (
-        "policy_rows",
-        "arguments.kl_normalizer is not None and objective.kl_coef == 0",
-        "False",
-        "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[kl-normalizer-without-kl-policy_loss]",
     ),
     "tokens of weight 0 are not clipped": (
         "torch/sequence:policy_forward",
@@ -302,23 +188,11 @@ FAULTS: dict[str, Fault] = {
         "f'gspo_kernels::{name}'",
         "house::test_a_copy_under_another_name_works_next_to_the_package",
     ),
-    "a version outside of the supported range has no remark": (
-        "packages:packages",
-        "required[name].contains(installed, prereleases=True)",
-        "True",
-        "doctor::test_versions_are_listed_as_installed_tested_and_supported",
-    ),
     "a spill is allowed with every Triton": (
         "compile_gate:spills_allowed",
         "kernel == 'forward_tile' and triton.__version__.startswith('3.8.')",
         "kernel == 'forward_tile'",
         "doctor::test_spills_are_allowed_only_where_they_are_known_and_then_reported",
-    ),
-    "a build for CPUs is newer than the tested release": (
-        "packages:packages",
-        "Version(Version(installed).public)",
-        "Version(installed)",
-        "doctor::test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks",
     ),
     "checks of a newer Triton pass if those of the torch backend do": (
         "diagnosis:newer_than_tested",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from faults.table import Fault
 
-DEFAULT = "default_cache"
 FAULTS: dict[str, Fault] = {
     "matrix products in the precision that the process has set": (
         "exact_products",
@@ -54,12 +53,6 @@ FAULTS: dict[str, Fault] = {
         "units.ceil()",
         "live_tiles::test_cells_heavier_than_the_total_and_overflowing_sums_are_not_dropped",
     ),
-    "too few passes reported": (
-        "backends/live_tiles:choose",
-        "of_block / pairs",
-        "of_block / pairs / 2",
-        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
-    ),
     "matrix products in autocast's dtype": (
         "exact_products",
         "without_autocast(device)",
@@ -78,12 +71,6 @@ FAULTS: dict[str, Fault] = {
         "False",
         "loss_faults::test_nothing_is_dropped_while_a_graph_is_captured[torch]",
     ),
-    "temperature missing in the mass with a soft-cap": (
-        "_least_mass",
-        "1 if head.temperature is None else head.temperature",
-        "1",
-        "loss_faults::test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature",
-    ),
     "an explicitly named backend falls back to another backend": (
         "pick_backend",
         'backend == "triton" and obstacle',
@@ -96,23 +83,11 @@ FAULTS: dict[str, Fault] = {
         "objective.kl_coef != 0",
         "cache::test_only_rows_that_may_have_a_gradient_are_kept[torch]",
     ),
-    "a row block that ends with rows without a gradient counted as recomputed": (
-        "recomputed_share",
-        "torch.minimum((block + 1) * block_rows, has_gradient.sum())",
-        "(block + 1) * block_rows",
-        "cache::test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward[torch]",
-    ),
     "the budget of log-probs spent twice": (
         "head_backward_op",
         "kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)",
         "kernels.choose(head, result, d_log_probs, kept, cell, 2 * gradient_budget)",
         "cache::test_log_probs_drop_at_most_the_budget",
-    ),
-    "kept exponentials read although the head needs no gradient": (
-        "cache_limit",
-        "return size if has_backward else 0",
-        "return size",
-        "cache::test_the_cache_is_free_after_the_backward_and_absent_without_autograd[torch]",
     ),
     "exponentials of other rows": (
         "KeptTiles.tile",
@@ -148,25 +123,7 @@ FAULTS: dict[str, Fault] = {
         "cache_of_device",
         "torch.cuda.get_device_properties(device).total_memory",
         "torch.cuda.mem_get_info(device)[0]",
-        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
-    ),
-    "the compiler traces the default cache": (
-        "workspace:",
-        "cache_of_device._dynamo_marked_constant = True",
-        "pass",
-        f"{DEFAULT}::test_a_compiled_call_takes_the_default_as_a_constant",
-    ),
-    "a cache of 0 replaced by the default": (
-        "cache_bytes",
-        "(cache_of_device(device) if mib is None else mib)",
-        "(mib or cache_of_device(device))",
-        f"{DEFAULT}::test_the_variable_replaces_the_default_and_the_argument_replaces_both[0-None-0]",
-    ),
-    "TunableOp forgotten": (
-        "refuses_mixed_products",
-        "torch.cuda.tunable.is_enabled()",
-        "False",
-        "amd::test_tunable_op_takes_the_kernels_of_amd",
+        "default_cache::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
     ),
     "the first product of copies forgotten": (
         "_add_product_of_copies",

@@ -14,13 +14,13 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"  # see conftest.py
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES
 from helpers.samples import Sample, gradients, make_sample, run_fused
+from helpers.tile_choices import choices
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
@@ -29,7 +29,8 @@ from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 def samples() -> Iterator[tuple[str, Sample]]:
     """Yield names and samples: each objective four times, with varying heads, layouts and dtypes."""
-    objectives, heads, layouts, dtypes = (list(kinds.items()) for kinds in (OBJECTIVES, HEADS, LAYOUTS, DTYPES))
+    kinds: tuple[dict[str, Any], ...] = (OBJECTIVES, HEADS, LAYOUTS, DTYPES)
+    objectives, heads, layouts, dtypes = (list[tuple[str, Any]](x.items()) for x in kinds)
     for i in range(4 * len(objectives)):
         (name, fields), turn = objectives[i % len(objectives)], i // len(objectives)
         head_name, head = heads[(3 * i + turn) % len(heads)]
@@ -102,26 +103,13 @@ def adapter(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
     return of_loss(out, gradients(out.loss, leaves))
 
 
-def budgets(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
+def budget(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
     """Hash the results with a gradient budget, for a peaked policy and a vocabulary of many tiles."""
-    rng = torch.Generator().manual_seed(seed)
-    n, width, vocab = 300, 64, 1500
-    weight = torch.randn(vocab, width, generator=rng)
-    ids = torch.randint(0, 300, (n,), generator=rng)
-    hidden = weight[ids] * 1.2 + 0.3 * torch.randn(n, width, generator=rng)
-    leaves = {"hidden": hidden.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
-    offsets = torch.tensor([0, 120, 200, 300], dtype=torch.int32)
-    out = gspo_fused_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        ids,
-        torch.tensor([1.0, -0.5, 0.7]),
-        cu_seqlens=offsets,
-        gradient_budget=0.02,
-        backend=backend,
+    sample = make_sample(
+        seed, dtype=dtype, lengths=(120, 80, 100), hidden_size=64, vocab=1500, logit_std=12.0, packed=True
     )
-    print(backend, dtype, {k: round(v.item(), 4) for k, v in out.metrics.items() if "live" in k}, file=sys.stderr)
-    return of_loss(out, gradients(out.loss, leaves))
+    with choices():  # whether or not it saves time
+        return fused(sample, backend, gradient_budget=0.02)
 
 
 def hashes() -> dict[str, dict[str, str]]:
@@ -135,7 +123,7 @@ def hashes() -> dict[str, dict[str, str]]:
                 result[f"{backend} seams {name}"] = seams(sample, backend)
         for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
             result[f"{backend} adapter {dtype}"] = adapter(seed, dtype, backend)
-            result[f"{backend} budget {dtype}"] = budgets(seed, dtype, backend)
+            result[f"{backend} budget {dtype}"] = budget(seed, dtype, backend)
         sample = make_sample(7, objective=correction)
         rollout = sample.options["old_log_probs"] + 0.1
         result[f"{backend} correction"] = fused(sample, backend, rollout_log_probs=rollout)

@@ -96,12 +96,6 @@ FAULTS: dict[str, Fault] = {
         '"tokens"',
         "combined_metrics::test_dropped_mass_is_weighted_by_the_mass_of_each_micro_batch[fused loss]",
     ),
-    "a dropped token with an infinite weight": (
-        "_weigh",
-        "torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)",
-        "weight * other_weight",
-        "sampler_mismatch::test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infinite",
-    ),
     "a gate keeps the weight": (
         "_weight",
         'torch.where(raw.isnan(), raw, 1) if correction.mode == "gate" else raw',
@@ -126,12 +120,6 @@ FAULTS: dict[str, Fault] = {
         "(n - ddof).clamp(min=1)",
         "advantages::test_uneven_groups_in_any_order_follow_the_formula[NeMo RL]",
     ),
-    "the square of an outlier subtracted from the group's": (
-        "Groups.variance_of_others",
-        "is_extreme & (n_extreme == 1)",
-        "is_extreme & False",
-        "advantages::test_outliers_follow_the_formula[fp32-NeMo RL]",
-    ),
     "gdpo: sums of advantages not normalized": (
         "gdpo_advantages",
         'normalize_rewards(total, "batch", eps=eps)',
@@ -143,12 +131,6 @@ FAULTS: dict[str, Fault] = {
         "centred = torch.where(unmasked, x, 0).double()",
         "centred = torch.where(unmasked, x, 0)",
         "advantages::test_deviations_of_large_fp32_values_match_fp64",
-    ),
-    "batch variance in fp32": (
-        "normalize_rewards",
-        "x = checked.double()",
-        "x = checked",
-        "advantages::test_rewards_with_a_large_common_part_keep_their_differences",
     ),
     "equal rewards have a variance above 0": (
         "variance_of",
@@ -193,11 +175,5 @@ FAULTS: dict[str, Fault] = {
         "kernel == 'forward_tile' and triton.__version__.startswith('3.8.')",
         "kernel == 'forward_tile'",
         "doctor::test_spills_are_allowed_only_where_they_are_known_and_then_reported",
-    ),
-    "checks of a newer Triton pass if those of the torch backend do": (
-        "diagnosis:newer_than_tested",
-        "package.name == 'torch' or c.backend == 'triton'",
-        "package.name == 'torch' or c.backend == 'torch'",
-        "doctor::test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks",
     ),
 }

@@ -24,12 +24,6 @@ FAULTS: dict[str, Fault] = {
         "    module._modules[name] = self.head",
         "huggingface::test_the_head_is_restored_after_an_error_inside_the_model",
     ),
-    "torch.compile not unwrapped": (
-        "_unwrap",
-        'hasattr(model, "_orig_mod")',
-        "False",
-        "huggingface::test_base_model_unwraps_torch_compile",
-    ),
     "a NaN difference accepted": (
         "compare",
         "not error <= allowed",
@@ -53,12 +47,6 @@ FAULTS: dict[str, Fault] = {
         'getattr(layer, "softcap", None)',
         "None",
         "seams::test_prime_rls_head_equals_its_logits[4.0]",
-    ),
-    "logged metrics in several dtypes": (
-        "logged_metrics",
-        "{name: x.to(out.loss.dtype) for name, x in out.metrics.items() if name not in COUNTS}",
-        "{name: x for name, x in out.metrics.items() if name not in COUNTS}",
-        "seams::test_logged_metrics_have_no_gradient_and_the_dtype_of_the_loss",
     ),
     "evaluation logged as training": (
         "trainers/ms_swift:loss",
@@ -96,34 +84,16 @@ FAULTS: dict[str, Fault] = {
         "self._config.learning_rate_at(max(0, self.updates - 1))",
         "trainer_numbers::test_the_optimizer_takes_the_step_of_adamw",
     ),
-    "standard deviation of tokens without that of answers": (
-        "measures:numbers",
-        "variance + (mean - center).square()",
-        "variance",
-        "trainer_numbers::test_an_update_equals_the_formulas[sequences, KL of tokens-4]",
-    ),
     "trainers of one model share their settings": (
         "_accelerate",
         "call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))",
         "pass",
         "trainers/trl_budget::test_trainers_of_one_model_use_their_own_settings",
     ),
-    "masses of tiles kept without autograd": (
-        "inputs/head:head_rows",
-        "float(arguments.gradient_budget) if any(needs) else 0.0",
-        "float(arguments.gradient_budget)",
-        "trainers/trl_budget::test_calls_without_autograd_keep_nothing",
-    ),
     "hidden states shifted by one token before TRL 1.15": (
         "_score.score",
         "hidden[:, :-1][:, -targets.shape[1] :]",
         "hidden[:, -targets.shape[1] :]",
-        "trainers/trl::test_log_probs_before_trl_1_15_equal_those_of_logits",
-    ),
-    "prompt mask used for the completion": (
-        "_LogProbs.__call__",
-        "attended[:, -logits_to_keep:]",
-        "attended[:, :logits_to_keep]",
         "trainers/trl::test_log_probs_before_trl_1_15_equal_those_of_logits",
     ),
     "verl: entropies that are only logged have a gradient": (
@@ -162,12 +132,6 @@ FAULTS: dict[str, Fault] = {
         "scores",
         "trainer_sampling::test_answers_have_the_probabilities_that_the_loss_computes",
     ),
-    "cumulative probabilities in fp32": (
-        "choose",
-        "probabilities.cumsum(-1, dtype=torch.float64)",
-        "probabilities.cumsum(-1)",
-        "trainer_sampling::test_small_probabilities_of_a_large_vocabulary_are_kept",
-    ),
     "all steps have the same random numbers": (
         "Training.train_step",
         "(self.seed, step, place)",
@@ -192,12 +156,6 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "trainer_resume::test_an_interrupted_run_continues_to_the_bit[checkpoint]",
     ),
-    "weights of half precision not restored from their masters": (
-        "Optimizer.load",
-        "self._copy_masters()",
-        "pass",
-        "trainer_resume::test_an_interrupted_run_continues_to_the_bit[checkpoint]",
-    ),
     "gradients of all but the last micro-batch lost in half precision": (
         "Optimizer.collect",
         "gradient if master.grad is None else master.grad + gradient",
@@ -209,12 +167,6 @@ FAULTS: dict[str, Fault] = {
         "[x for part in parts for x in part.failures]",
         "list(parts[0].failures)",
         "trainer_numbers::test_every_number_of_two_processes_equals_its_definition",
-    ),
-    "metrics of the last update only": (
-        "Training.train_step",
-        "numbers_of_step(updates)",
-        "numbers_of_step(updates[-1:])",
-        "trainer_numbers::test_every_number_of_a_step_equals_its_definition",
     ),
     "kl_aggregation ignored in the trainer's divisor": (
         "normalizers",
@@ -306,12 +258,6 @@ FAULTS: dict[str, Fault] = {
         "True",
         "trainer_tasks::test_a_component_that_returns_none_does_not_apply",
     ),
-    "groups of the scored answers only": (
-        "advantages_of_scored",
-        'rows // options.pop("group_size", config.group_size)',
-        'torch.arange(len(rows)) // options.pop("group_size", config.group_size)',
-        "trainer_options::test_answers_without_a_reward_have_no_advantage_and_do_not_count",
-    ),
     "a clip window of GSPOConfig is not checked": (
         "GSPOConfig.__post_init__",
         "_check_loss(self)",
@@ -323,12 +269,6 @@ FAULTS: dict[str, Fault] = {
         "restore_methods(trainer, check)",
         "pass",
         "trainers/trl_restore::test_a_restored_trainer_is_a_stock_trainer[False-False]",
-    ),
-    "restore_trainer leaves the model's forward": (
-        "restore_trainer",
-        "fused.remove()",
-        "pass",
-        "trainers/trl_restore::test_a_restored_trainer_is_a_stock_trainer[True-False]",
     ),
     "restore_trainer takes a shared model from the other trainer": (
         "restore_trainer",
@@ -354,41 +294,17 @@ FAULTS: dict[str, Fault] = {
         "Users.last = vars(base)[_USERS].add(trainer) or models",
         "trainers/trl_restore::test_a_deleted_trainer_frees_its_models_by_one_collection[False-False]",
     ),
-    "a deep copy runs the original": (
-        "_method_of",
-        "forward if function is None else types.MethodType(function, model)",
-        "forward",
-        "huggingface::test_a_copied_model_has_its_own_fused_head[deepcopy]",
-    ),
     "a changed scale of logits not noticed": (
         "FusedHead._identity",
         "return *identity(self.head), *numbers, *((name, x, x._version) for name, x in tensors)",
         "return identity(self.head)",
         "huggingface::test_a_changed_number_is_noticed_by_the_next_call[scale of the model]",
     ),
-    "a tensor changed in place not noticed": (
-        "FusedHead._identity",
-        "(name, x, x._version)",
-        "(name, x)",
-        "huggingface::test_a_tensor_that_scales_logits_may_change_in_place_but_not_be_trained",
-    ),
-    "num_iterations replaces the four mini-batches": (
-        "GSPOConfig.__post_init__",
-        "batch_size is None",
-        "batch_size is None and self.num_iterations == 1",
-        "trainers/trl_settings::test_default_settings_clip_in_training[1-2]",
-    ),
     "a token that the sampler could not score makes the loss NaN": (
         "loss_of_log_probs",
         'torch.where(rollout.isnan(), options["old_log_probs"], rollout)',
         "rollout",
         "seams::test_a_token_that_the_sampler_could_not_score_has_weight_one",
-    ),
-    "a benchmark's gradients: the larger scale instead of the larger error": (
-        "benchmarks/truth:errors",
-        "max(scales, key=abs)",
-        "max(scales)",
-        "bench::test_the_scale_of_an_error_is_that_of_the_worse_gradient",
     ),
     "freed memory that is still resident hides a benchmark's allocations": (
         "peak_bytes",

@@ -121,12 +121,6 @@ FAULTS: dict[str, Fault] = {
         "total, unmasked = at_target.double().sum(), head.mask.sum().double()",
         "distributed/sharded::test_case[work cp torch softcap]",
     ),
-    "ranks weighted without the temperature": (
-        "work_of_all_ranks",
-        "_mass_at_target(head, result, coefficient, head.mask & (coefficient != 0))",
-        "_mass_at_target(head._replace(temperature=None), result, coefficient, head.mask & (coefficient != 0))",
-        "distributed/sharded::test_case[work cp torch softcap temperature]",
-    ),
     "live rows of ranks weighted equally": (
         "work_of_all_ranks",
         "x.double() * unmasked",

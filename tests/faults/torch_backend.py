@@ -122,12 +122,6 @@ FAULTS: dict[str, Fault] = {
         "kl == 0",
         "presets::test_a_nan_ratio_reaches_the_loss_where_the_kl_is_zero[torch-unbiased]",
     ),
-    "rows not in the order of their cells": (
-        "torch/backward:head_backward",
-        "live_tiles.order[:count]",
-        "live_tiles.order[:count].sort().values",
-        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
-    ),
     "the last, narrower cell of a slab left out": (
         "WorkList._columns",
         "-(-high // columns)",
@@ -157,12 +151,6 @@ FAULTS: dict[str, Fault] = {
         "kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)",
         "kl_share = kl_share * log_ratio.exp()",
         "loss_faults::test_an_infinite_ratio_times_kl_does_not_change_masked_tokens[torch-True]",
-    ),
-    "a ratio equal to the upper bound of dual_clip counted as clipped": (
-        "_clip",
-        "u > math.log(objective.ceiling)",
-        "u >= math.log(objective.ceiling)",
-        "loss_faults::test_a_ratio_on_a_bound_is_not_clipped[torch-dual clip]",
     ),
     "cispo: a ratio equal to its bound counted as clipped": (
         "_cispo",
@@ -205,11 +193,5 @@ FAULTS: dict[str, Fault] = {
         "first, last, adjacent = self.places[rows.start]",
         "first, last, adjacent = int(place[0]), int(place[-1]), bool((place.diff() == 1).all())",
         "torch_memory::test_the_host_reads_the_places_of_kept_rows_once",
-    ),
-    "any number of products wait for their turn": (
-        "Tiles.kept_products",
-        "max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)",
-        "2**60",
-        "workers::test_products_that_wait_for_their_turn_take_at_most_16_mib",
     ),
 }

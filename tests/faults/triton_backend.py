@@ -113,12 +113,6 @@ FAULTS: dict[str, Fault] = {
         "add_product(d_weight.zero_(), d_z.t(), hidden)",
         "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[fp32]",
     ),
-    "rows overwrite other rows": (
-        "scatter_in_place",
-        "range(0, n, chunk)",
-        "reversed(range(0, n, chunk))",
-        "kernels::test_rows_are_scattered_in_place",
-    ),
     "power-of-two scale not removed": (
         "scatter_in_place",
         "chunk_sums if rows.boost is None else chunk_sums.div_(rows.boost)",
@@ -157,7 +151,6 @@ FAULTS: dict[str, Fault] = {
         "1.0 / (1.0 + tl.exp(temperature * (s - 1.0)))",
         CHECK,
     ),
-    "token-mean divided by the number of sequences": ("divisor_of", "AGGREGATION == TOKEN_MEAN", "False", CHECK),
     "sign of the entropy bonus": (
         "sequence_loss",
         "-tl.full([], entropy_coef, ACC) * share",
@@ -188,12 +181,6 @@ FAULTS: dict[str, Fault] = {
         "s = at_most(s, tl.full([], bounds.ceiling, ACC))",
         "s = s",
         "presets::test_dppo_with_dual_clip_bounds_the_factor_of_the_gradient[triton-dppo_kl]",
-    ),
-    "dppo: a probability above 1, in Triton": (
-        "triton/surrogates:divergence",
-        "log_p, log_q = at_most(log_p, 0.0), at_most(log_q, 0.0)",
-        "log_p = log_p",
-        "decisions::test_tokens_that_leave_the_trust_region_of_dppo_are_those_of_float64[triton-dppo_tv-bf16]",
     ),
     "dppo: a KL of 0 times inf, in Triton": (
         "triton/surrogates:divergence",
@@ -412,23 +399,11 @@ FAULTS: dict[str, Fault] = {
         "pass",
         f"{OBJECTIVE}[triton-padded-k3-ratio]",
     ),
-    "newer devices use the A100's block shapes": (
-        "tuning:architecture",
-        '{8: "sm_89", 9: "sm_90", 10: "sm_103"}',
-        '{8: "sm_80", 9: "sm_90", 10: "sm_103"}',
-        "kernels::test_cuda_devices_select_their_block_shapes",
-    ),
     "plain heads multiplied by copies on AMD": (
         "_sums_in_kernels",
         "is_plain and rows.index.shape[0] > 0 and multiplies_copies(head)",
         "is_plain and False",
         f"{AMD}::test_plain_heads_are_multiplied_by_our_kernels[None-0-bf16]",
-    ),
-    "chunks of all cells begin at the same cell": (
-        "plan_all_cells",
-        "first * tiles + tile * of_tile",
-        "tile * of_tile",
-        f"{AMD}::test_plain_heads_are_multiplied_by_our_kernels[32768-0-bf16]",
     ),
     "a graph for batches that fit the cache": (
         "forward:cache_rows",

@@ -140,28 +140,34 @@ def expected_metrics(x: dict[str, Tensor], objective: Objective) -> dict[str, Te
     }
 
 
+def tokens_of_all_ranks(shift: float | Tensor) -> dict[str, Tensor]:
+    """Return random tensors [6, 10]. `shift` is the largest difference between log-probs and old log-probs."""
+    rng = torch.Generator().manual_seed(0)
+    log_probs, ref, entropy, size = -torch.rand(4, 6, 10, generator=rng, dtype=torch.float64) - 0.1
+    x = {"log_probs": log_probs, "old_log_probs": log_probs + shift * size}
+    return x | {"ref_log_probs": ref, "entropy": -entropy, "mask": torch.rand(6, 10, generator=rng) < 0.7}
+
+
+ADVANTAGES = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0], dtype=torch.float64)
+
 for _ratio in ("sequence", "token"):
 
     @case(f"metrics of the loss, {_ratio} ratios", 2)
     def _loss_metrics(context: Context, ratio: str = _ratio) -> None:
         objective = Objective(ratio=ratio, clip_low=0.01, clip_high=0.01)
         group = context.group(2)
-        rng = torch.Generator().manual_seed(0)
-        log_probs, ref, entropy, size = -torch.rand(4, 6, 10, generator=rng, dtype=torch.float64) - 0.1
-        mask = torch.rand(6, 10, generator=rng) < 0.7
-        mask[2, :5], mask[4] = False, False  # masked on the first rank, masked on both
-        advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0], dtype=torch.float64)
         mine = slice(0, 5) if rank_in(group) == 0 else slice(5, 10)
         for side in (-1.0, 1.0):  # all ratios above 1 or all below: masked tokens have ratio 1
-            x = {"log_probs": log_probs, "old_log_probs": log_probs + side * 0.02 * size}
-            x |= {"ref_log_probs": ref, "entropy": -entropy}
+            x = tokens_of_all_ranks(side * 0.02)
+            mask = x["mask"]
+            mask[2, :5], mask[4] = False, False  # masked on the first rank, masked on both
             garbage = torch.tensor([torch.nan, -torch.inf, 1e30]).repeat(20).view(6, 10).double()
             x = {name: torch.where(mask, value, garbage) for name, value in x.items()} | {"mask": mask}
             own: dict[str, Any] = {name: value[:, mine].clone() for name, value in x.items()}
             out = policy_loss(
-                own.pop("log_probs").requires_grad_(), advantages, objective=objective, cp_group=group, **own
+                own.pop("log_probs").requires_grad_(), ADVANTAGES, objective=objective, cp_group=group, **own
             )
-            expected = expected_metrics(x | {"advantages": advantages}, objective)
+            expected = expected_metrics(x | {"advantages": ADVANTAGES}, objective)
             assert 0 < expected["token_clip_fraction"] < 1
             check_metrics(out.metrics, expected)
 
@@ -170,12 +176,8 @@ for _ratio in ("sequence", "token"):
         """Ranks have 1 and 3 micro-batches. The first micro-batch of the second rank is empty."""
         objective = Objective(ratio=ratio, clip_low=0.01, clip_high=0.01)
         group = context.group(2)
-        rng = torch.Generator().manual_seed(0)
-        log_probs, ref, entropy, size = -torch.rand(4, 6, 10, generator=rng, dtype=torch.float64) - 0.1
-        x = {"log_probs": log_probs, "old_log_probs": log_probs - 0.02 * size * torch.arange(-2, 4)[:, None]}
-        x |= {"ref_log_probs": ref, "entropy": -entropy}
-        x |= {"mask": torch.arange(10) < torch.tensor([3, 10, 0, 1, 7, 2])[:, None]}
-        x |= {"advantages": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0], dtype=torch.float64)}
+        x = tokens_of_all_ranks(-0.02 * torch.arange(-2, 4)[:, None]) | {"advantages": ADVANTAGES}
+        x["mask"] = torch.arange(10) < torch.tensor([3, 10, 0, 1, 7, 2])[:, None]
         parts = []
         for rows in [[0, 4]] if rank_in(group) == 0 else [[2], [1], [3, 5]]:
             own: dict[str, Any] = {name: value[rows] for name, value in x.items()}

@@ -8,7 +8,6 @@ PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
 OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
 CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
-AMD = "amd"
 CHECK = "self_check::test_correct_kernels_of_the_loss_pass[float32]"
 FAULTS: dict[str, Fault] = {
     "padding columns counted as copies of the last column": (
@@ -403,7 +402,7 @@ FAULTS: dict[str, Fault] = {
         "_sums_in_kernels",
         "is_plain and rows.index.shape[0] > 0 and multiplies_copies(head)",
         "is_plain and False",
-        f"{AMD}::test_plain_heads_are_multiplied_by_our_kernels[None-0-bf16]",
+        "amd::test_plain_heads_are_multiplied_by_our_kernels[None-0-bf16]",
     ),
     "a graph for batches that fit the cache": (
         "forward:cache_rows",

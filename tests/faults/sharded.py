@@ -91,12 +91,6 @@ FAULTS: dict[str, Fault] = {
         "return {}",
         "distributed/sharded::test_case[only the first call on an accelerator is compared]",
     ),
-    "default caches of a tp_group not compared": (
-        "head_values",
-        'f"{mib:g} (default)"',
-        '"default"',
-        "distributed/sharded::test_case[default caches of GPUs with different memory]",
-    ),
     "an environment variable in neither list": (
         "ENVIRONMENT",
         '"GSPO_CACHE_MIB"',

@@ -176,12 +176,6 @@ FAULTS: dict[str, Fault] = {
         "fit = (self.head.workspace - _SLAB_BYTES) // tiles",
         "workers::test_copies_of_a_half_precision_head_count_as_workspace",
     ),
-    "threads leave the caller's inference mode": (
-        "take_tasks",
-        "torch.inference_mode(inference)",
-        "torch.no_grad()",
-        "workers::test_inference_mode_gives_the_same_bits",
-    ),
     "sums of a slab on a GPU beyond the workspace": (
         "tiling",
         "columns = min(columns, _columns_beside_sums(head, rows, dtype, operands))",

@@ -295,12 +295,6 @@ FAULTS: dict[str, Fault] = {
         "torch.zeros(n, dtype=dtype, device=device)",
         "loss_faults::test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan[triton--1]",
     ),
-    "stride of the bias ignored": (
-        "logit_tile",
-        "tl.load(head.bias + columns * head.strides.bias)",
-        "tl.load(head.bias + columns)",
-        "loss_faults::test_operands_of_a_head_need_not_be_contiguous[triton-every-second]",
-    ),
     "rows that do not start at multiples of 16 bytes read by descriptors": (
         "logit_tile:gather_rows",
         "padded = -(-width * hidden.itemsize // 16) * 16 // hidden.itemsize",
@@ -366,12 +360,6 @@ FAULTS: dict[str, Fault] = {
         "tl.store(block_tile + place_by_block, tile, mask=is_live)",
         "tl.store(block_tile + place_by_block, block, mask=is_live)",
         f"{CELLS}[triton-one part-plain-fp32]",
-    ),
-    "exp(x) - 1 of a tiny x is 0": (
-        "expm1",
-        "tl.where(near, corrected, tl.where(u == 1.0, x, u - 1.0))",
-        "tl.where(near, corrected, u - 1.0)",
-        "edges::test_gradients_of_peaked_rows_keep_their_relative_precision[triton-fp32]",
     ),
     "rows with only an entropy gradient left out": (
         "gradient_rows",

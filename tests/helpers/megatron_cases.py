@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tolerance import SHARDED_GRADIENT_RELATIVE
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspo_kernels import policy_loss
 from gspo_kernels.integrations import megatron
@@ -253,6 +253,7 @@ def _refused() -> None:
     model = make()
     inputs, targets, _ = batch()
     refused("labels must be absent", ValueError, lambda: model_log_probs(model, targets, labels=targets, **inputs))
+    refused("model must be a GPTModel", TypeError, lambda: model_log_probs(nn.Linear(2, 2), targets, **inputs))
     refused("target_ids must be [B, S] = [2, 8]", ValueError, lambda: model_log_probs(model, targets[:, 1:], **inputs))
     assert "forward" not in vars(model.output_layer)  # restored after an error
     model.config.mtp_num_layers = 1

@@ -1,6 +1,6 @@
-"""Check the counts of `helpers/costs.py` (products, bytes, launches, kernels) against the golden file and formulas.
+"""Check the counts of `faults/costs.py` (products, bytes, launches, kernels) against the golden file and formulas.
 
-If a count changed for a reason, `PYTHONPATH=tests python -m helpers.costs --write` rewrites the golden file. Read the
+If a count changed for a reason, `PYTHONPATH=tests python -m faults.costs --write` rewrites the golden file. Read the
 difference before you commit it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import costs
+from faults import costs
 from torch import Tensor
 
 from gspo_kernels.backends.torch import backward, forward
@@ -182,7 +182,7 @@ def test_one_more_launch_changes_a_count(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_kernel_compiled_anew_for_every_batch_changes_a_count() -> None:
     code = """
 import json
-from helpers import costs
+from faults import costs
 from gspo_kernels.backends.triton import gradient_tile
 for parameter in gradient_tile.gradient_tile.params:
     parameter.do_not_specialize = False

@@ -1,6 +1,6 @@
 """Detect kernel faults that other tests miss: blocks of sequences, strides, far offsets, alignment, a barrier.
 
-`repo/test_mutations.py` seeds each fault and runs the test that must fail on it.
+`faults/test_faults.py` seeds each fault and runs the test that must fail on it.
 """
 
 from __future__ import annotations

@@ -440,7 +440,7 @@ def test_an_infinite_target_logit_has_a_nan_log_prob(backend: str) -> None:
     assert dispatch.implementation(backend).head_forward(head).log_probs.isnan().all()
 
 
-# -- further faults in kernels, seeded by test_mutations.py
+# -- further faults in kernels, seeded by faults/test_faults.py
 
 
 def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 import torch
+from faults import FAULTS
+from faults.run import is_killed
 from helpers.counters import LiveBytes
 from helpers.device import DEVICE
-from helpers.faults import FAULTS
-from helpers.faults.run import is_killed
 from torch._subclasses import FakeTensorMode
 
 from gspo_kernels import linear_log_probs, policy_loss, validation
@@ -65,7 +65,7 @@ def test_correct_kernels_pass_with_other_block_shapes_than_hoppers(architecture:
         assert kernel_check.run_check(torch.device("cpu"), torch.float16, "head") is None
 
 
-# Seeded faults of tests/helpers/faults, and the kernel that the check must name.
+# Seeded faults of tests/faults, and the kernel that the check must name.
 DETECTED = {
     "padding columns counted as copies of the last column": "forward_tile",
     "last ragged tile dropped": "forward_tile",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import re
 import weakref
@@ -48,18 +47,11 @@ SIZES = {
 CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", EIGHT, {}),
     "qwen3 tied": ("Qwen3Config", "Qwen3ForCausalLM", {**EIGHT, "tie_word_embeddings": True}, {}),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}, {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**EIGHT, "final_logit_softcapping": 5.0}, {"logit_softcap": 5.0}),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.0625}, {"logit_scale": 0.0625}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 6.0}, {"logit_scale": 1 / 6.0}),
     "phi, a bias": ("PhiConfig", "PhiForCausalLM", {}, {}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}, {}),
-    "falcon-h1": (
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        {"lm_head_multiplier": 0.4, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
-        {"logit_scale": 0.4},
-    ),
     "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", {}, {"logit_softcap": 15.0}),
     "xlstm": ("xLSTMConfig", "xLSTMForCausalLM", {"output_logit_soft_cap": 4.0}, {"logit_softcap": 4.0}),
     "modernbert decoder, a module before the head": (
@@ -155,8 +147,7 @@ def fused_loss(model: Any, old: Tensor) -> HeadOutput:
 
 @pytest.mark.parametrize("name", CENSUS)
 def test_loss_and_gradients_equal_those_of_the_models_logits(name: str) -> None:
-    # Not in float64: Mixtral's experts do not support it, and xLSTM's logits are always float32.
-    exact = name not in ("mixtral", "xlstm")
+    exact = name != "xlstm"  # whose logits are always float32
     model = make(name).to(torch.float64 if exact else torch.float32)
     lp = dense_log_probs(model)
     _, mask, advantages = batch()
@@ -230,20 +221,13 @@ BODY = {"target_modules": ["q_proj"]}
 TOKENS = [3, 40, 95]
 PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, class and values of PEFT's configuration
     "lora": ("qwen3", "LoraConfig", {"target_modules": ["lm_head", "q_proj"]}),
-    "body": ("qwen3", "LoraConfig", BODY),
     "modules_to_save": ("qwen3", "LoraConfig", {**BODY, "modules_to_save": ["lm_head"]}),
     "tokens": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": {"lm_head": TOKENS}}),
     "tokens, tied": ("qwen3 tied", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
-    "tokens of the embeddings alone": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
     "tokens of a head with a bias": (
         "phi, a bias",
         "LoraConfig",
         {**BODY, "trainable_token_indices": {"lm_head": TOKENS}},
-    ),
-    "tokens without LoRA": (
-        "qwen3",
-        "TrainableTokensConfig",
-        {"target_modules": ["lm_head"], "token_indices": TOKENS},
     ),
     "tokens without LoRA, tied": (
         "qwen3 tied",
@@ -333,16 +317,6 @@ def with_nan() -> Any:
     return model
 
 
-def with_a_method_as_weight() -> Any:
-    class Quantized(nn.Module):  # like torch.ao's dynamic layers
-        def weight(self) -> Tensor:
-            return torch.ones(96, 32)
-
-    model = make("qwen3")
-    model.lm_head = Quantized()
-    return model
-
-
 def with_dora() -> Any:
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(make("qwen3"), peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True))
@@ -355,11 +329,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "head not called": (lambda: with_head(nn.Linear(32, 96)), HeadError, "got 0 calls"),
     "no head": (lambda: with_head(None), HeadError, "output embeddings"),
     "a NaN in the weight": (with_nan, HeadError, "must equal the fused ones"),
-    "no weight tensor": (with_a_method_as_weight, HeadError, r"must have a weight \[V, H\] .* got .*Quantized without"),
     "DoRA": (with_dora, ValueError, "DoRA"),
     "meta device": (lambda: make("qwen3").to("meta"), HeadError, "meta device"),
     "no model": (lambda: None, TypeError, "model must be a transformers model"),
-    "a name": (lambda: "Qwen/Qwen3-8B", TypeError, "model must be a transformers model"),
 }
 
 
@@ -407,7 +379,6 @@ def test_a_changed_head_is_measured_again(change: Any) -> None:
 NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str, Any]] = {  # a model, an object, attribute and value
     "scale of the model": ("cohere", lambda model: model, "logit_scale", 0.5),
     "scale of the configuration": ("granite", lambda model: model.config, "logits_scaling", 2),
-    "scale of the body": ("falcon-h1", lambda model: model.model, "lm_head_multiplier", 1.5),
     "scale as a tensor": ("cohere", lambda model: model, "logit_scale", torch.tensor(0.5)),
     "scale as a NumPy number": ("cohere", lambda model: model, "logit_scale", numpy.float32(0.5)),
     "soft-cap": ("gemma2", lambda model: model.config, "final_logit_softcapping", 2.0),
@@ -480,16 +451,6 @@ def test_the_hook_that_the_error_names_makes_a_float32_head_work() -> None:
     assert (ours - theirs).norm() <= MODEL_GRADIENT_RELATIVE[torch.float32] * theirs.norm()
 
 
-def test_a_hook_added_later_is_noticed_by_the_next_call() -> None:
-    model = make("qwen3").double()
-    fuse_head(model)
-    hook = model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
-    with pytest.raises(HeadError):
-        fused_log_probs(model)
-    hook.remove()
-    assert_fused_equals_dense(model)
-
-
 def test_models_prepared_by_accelerate_are_fused_and_unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate")
     monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})  # trainers of this process have set it
@@ -536,18 +497,11 @@ def test_a_device_map_moves_tensors_to_the_head_and_results_back(name: str) -> N
     assert gradients.keys() == expected_gradients.keys() and any("lm_head" in n for n in gradients)
 
 
-def saved_and_loaded(model: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled, saved_and_loaded])
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 def test_a_copied_model_has_its_own_fused_head(copied_by: Callable[[Any], Any]) -> None:
     model = make("qwen3").double()
     fuse_head(model)

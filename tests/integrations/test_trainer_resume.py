@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -236,19 +237,18 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int = 2, **argu
     return tmp_path / "mine"
 
 
-@pytest.mark.parametrize("arguments", [{"reward": length}, {"task": own_task(), "reward": length}])
 def test_a_run_with_arguments_from_python_continues_with_them_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    arguments: dict[str, Any] = {"task": own_task(), "reward": length}
     whole = train(small(tmp_path, name="whole"), **arguments).folder
     folder = stopped(tmp_path, monkeypatch, **arguments)
-    call = f'train(read_config(resume="{folder}"){"".join(f", {name}=..." for name in arguments)})'
+    call = f'train(read_config(resume="{folder}"), task=..., reward=...)'
     assert capsys.readouterr().out.splitlines()[-1] == f"continue: {call}"
     before = contents(folder)
-    for mode in ([], ["--dry-run"]):
-        result = CliRunner().invoke(app, ["train", "--resume", str(folder), *mode])
-        assert result.exit_code == 1 and f"was started with {' and '.join(f'{x}=' for x in arguments)}" in result.output
-        assert result.output.endswith(f"Continue it with {call}\n") and result.output.count("\n") == 1
+    result = CliRunner().invoke(app, ["train", "--resume", str(folder)])
+    assert result.exit_code == 1 and "was started with task= and reward= from Python" in result.output
+    assert result.output.endswith(f"Continue it with {call}\n") and result.output.count("\n") == 1
     assert contents(folder) == before
     train(read_config(resume=folder), **arguments)
     assert numbers(folder) == numbers(whole)
@@ -281,11 +281,10 @@ def test_changed_options_are_said_and_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = stopped(tmp_path, monkeypatch)
-    changes = ["learning_rate=1e-2", "clip_high=5e-4", "steps=4"]
+    changes = ["learning_rate=1e-2", "steps=4"]
     notes = [
         "resume: steps: 3 -> 4, taken from here on",
         "resume: learning_rate: 0.0005 -> 0.01, taken from here on",
-        "resume: clip_high: 0.0004 -> 0.0005, taken from here on",
     ]
     result = CliRunner().invoke(app, ["train", "--resume", str(folder), "--dry-run", *changes])
     assert result.exit_code == 0 and all(f"# {note}\n" in result.output for note in notes)
@@ -303,9 +302,7 @@ def test_changed_options_are_said_and_taken(
     [
         ("steps=1", "steps: expected at least 2, which seed 1 of {} has reached, got 1"),
         ("steps=9", "steps: expected 3, after which earlier seeds of {} have ended, got 9"),
-        ("seeds=1", "seeds: expected [0, 1] first, on which {} has trained, got [1]"),
         ("seeds=1,0,2", "seeds: expected [0, 1] first, on which {} has trained, got [1, 0, 2]"),
-        ("model=x", 'model: expected null, with which {} was started, got "x"'),
         ("lora_rank=4", "lora_rank: expected 0, with which {} was started, got 4"),
         ("name=other", "name: expected no such option with --resume, which continues {}, got 'other'"),
         ("task=format", "in their order, with the digest "),
@@ -313,12 +310,11 @@ def test_changed_options_are_said_and_taken(
     ],
 )
 def test_changes_with_which_a_run_cannot_continue_are_refused(two_seeds: Path, changes: str, message: str) -> None:
-    before = {path.name: path.read_bytes() for path in two_seeds.iterdir()}
-    for mode in ([], ["--dry-run"]):
-        result = CliRunner().invoke(app, ["train", "--resume", str(two_seeds), *mode, changes])
-        assert result.exit_code == 1 and result.output.count("\n") == 1
-        assert message.format(two_seeds) in result.output
-    assert {path.name: path.read_bytes() for path in two_seeds.iterdir()} == before
+    before = contents(two_seeds)
+    result = CliRunner().invoke(app, ["train", "--resume", str(two_seeds), changes])
+    assert result.exit_code == 1 and result.output.count("\n") == 1
+    assert message.format(two_seeds) in result.output
+    assert contents(two_seeds) == before
 
 
 @pytest.fixture(scope="module")
@@ -337,22 +333,19 @@ def test_a_stopped_run_may_drop_seeds_that_have_not_begun(two_seeds: Path, tmp_p
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3] * 2
 
 
-@pytest.mark.parametrize("changed", ["answer", "order", "nothing"])
-def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest's own test changes order and prompts. A file that has only moved is accepted."""
     policy.demo_policy().save(tmp_path / "model")
     lines = [{"prompt": f"sort {x}:", "answer": x} for x in "abcdefsort"]
     data = write_jsonl(tmp_path / "data.jsonl", *lines)
     options = {"model": str(tmp_path / "model"), "data": data, "max_new_tokens": 2}
     folder = stopped(tmp_path, monkeypatch, options=options)
-    if changed == "answer":
-        lines[5]["answer"] = "z"
-    moved = write_jsonl(tmp_path / "moved.jsonl", *(lines[::-1] if changed == "order" else lines))
+    moved = write_jsonl(tmp_path / "moved.jsonl", *lines[:-1], {**lines[-1], "answer": "z"})
     config = read_config(texts=[f"data={moved}"], resume=folder)
-    if changed == "nothing":
-        train(config)
-        return
     with pytest.raises(InputError, match=rf"^data: expected the prompts and answers of {folder} in their order, with"):
         train(config)
+    write_jsonl(moved, *lines)
+    train(config)
 
 
 def test_other_weights_of_rewards_are_said(
@@ -370,8 +363,6 @@ def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, got in [("none", f"no folder: {tmp_path / 'none'}"), ("empty", str(tmp_path / "empty"))]:
         message = f"resume: expected the folder of a run, with a config.json, got {got}"
-        result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / name)])
-        assert (result.exit_code, result.output) == (1, f"error: {message}\n")
         with pytest.raises(InputError, match=re.escape(message)):
             train(TrainConfig(output=tmp_path, name=name, resume=True))
 
@@ -448,10 +439,8 @@ def test_a_folder_is_written_by_one_run_at_a_time(finished: Path, tmp_path: Path
 
 
 def test_where_files_cannot_be_locked_runs_are_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(report.fcntl, "flock", flock)
+    unsupported = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr(report.fcntl, "flock", unsupported)
     with RunFolder(small(tmp_path)) as folder, pytest.warns(UserWarning, match="cannot be locked .*No locks available"):
         folder.write(0, {"step": 0})
     assert rows_of(tmp_path / "demo") == [{"seed": 0, "step": 0}]
@@ -508,10 +497,7 @@ def test_a_folder_that_cannot_be_replaced_is_kept(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_text("earlier")
 
-    def refused(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Path, "replace", refused)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=error))
     expected = WriteError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected), replacing(tmp_path / "model") as partial:
         partial.mkdir()
@@ -570,13 +556,11 @@ def of_rows(change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
 
 HEAD = "lm_head.weight"
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
-    (text("config.json", "[]"), r"config.json: expected its content to be keys with values, got \[\]"),
     (text("config.json", "{}"), r"config.json: expected its content to have the key 'seeds', got \[\]"),
     (of_config(started_with={"from_python": 3}), "config.json: expected from_python to be a list, got 3"),
     (text("checkpoint.pt", ""), "checkpoint.pt cannot be read, .* File is not a zip file"),
     (of_checkpoint(lambda state: {**state, "step": -1}), "expected step to be a whole number >= 0, got -1"),
     (of_checkpoint(lambda state: {**state, "running": {"count": 1}}), "expected count to be a tensor, got 1"),
-    (of_checkpoint(lambda state: {**state, "sizes": {}}), "expected sizes to have the key 'metrics.jsonl', got"),
     (
         of_checkpoint(lambda state: state["optimizer"]["weights"].pop(HEAD) is None or state),
         f"the 25 trained weights of this model, got 24; {HEAD} is in only one of them",
@@ -590,12 +574,11 @@ DAMAGED: list[tuple[Callable[[Path], object], str]] = [
         "metrics.jsonl, step 2 of seed 0: expected seconds to be a number, got None",
     ),
     (of_checkpoint(lambda state: {**state, "step": 1}), "metrics of seed 0 to end with step 1, .* got step 3"),
-    (text("config.json", "[" * 99999), "config.json cannot be read: maximum recursion depth exceeded"),
     (
         of_rows(lambda rows: [*rows[:2], *rows[1:]]),
         r"expected seed 0 to have a line for each step from 0, got \[0, 1, 1, 2, 3\]",
     ),
-    (text("metrics.jsonl", "{\n" * 9999), r"metrics.jsonl, line 1: expected a JSON object, got b'\{'"),
+    (text("metrics.jsonl", "{\n" * 9999), "metrics.jsonl, line 1: expected a JSON object"),
     (text("metrics.jsonl", ""), "metrics.jsonl is shorter than when the checkpoint was written"),
     (text("samples.jsonl", ""), "samples.jsonl is shorter than when the checkpoint was written"),
 ]

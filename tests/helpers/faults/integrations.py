@@ -142,7 +142,7 @@ FAULTS: dict[str, Fault] = {
         "_head_adapters_allowed",
         'setattr(grpo_trainer, "BaseTunerLayer", tuner_layer)',
         "pass",
-        "trainers/trl::test_trls_check_of_adapters_is_restored",
+        "trainers/trl::test_an_adapter_on_the_head_is_trained_with_our_trainer_only",
     ),
     "TRL's logs of evaluations take the metrics of training": (
         "log_backwards.log_with_backwards",

@@ -75,15 +75,7 @@ def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"micro_batch_size": 2},
-        {"precision": "autocast"},
-        {"precision": "bf16"},
-        {"epochs": 2},
-        {"temperature": 0.7},
-    ],
+    "changes", [{"micro_batch_size": 2}, {"precision": "autocast"}, {"precision": "bf16", "epochs": 2}]
 )
 def test_only_the_first_update_has_ratio_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict) -> None:
     log_ratios: list[torch.Tensor] = []
@@ -204,13 +196,6 @@ def test_held_out_prompts_are_never_trained_on() -> None:
         dataclasses.replace(task, held_out=task.train[:1])
 
 
-def test_duplicate_jsonl_prompts_are_not_on_both_sides_of_the_split(tmp_path: Path) -> None:
-    lines = [{"prompt": f"p{number % 10}", "answer": number} for number in range(100)]
-    task = jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=100)
-    assert len(task.train) == 8 and len(task.held_out) == 2
-    assert Example("p3", "3") in [*task.train, *task.held_out]
-
-
 def test_batches_contain_every_example_once_per_pass() -> None:
     examples = [Example(str(number), "") for number in range(10)]
     stream = batches(examples, 4, seed=0)
@@ -278,15 +263,11 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
     [
         ("group_size=1", "group_size: expected at least 2"),
         ("steps=0", "steps: expected at least 1, got 0"),
-        ("steps=1.5", "steps: expected a whole number, such as 8 or 1e3, got '1.5'"),
-        ("shuffle=maybe", "shuffle: expected true or false, got 'maybe'"),
         ("learning_rate=abc", "learning_rate: expected a number, such as 0.001 or 1e-3, got 'abc'"),
         ("learning_rate=nan", "learning_rate: expected a number above 0, got nan"),
-        ("cache_mib=some", "cache_mib: expected a number, such as 0.001 or 1e-3, or none, got 'some'"),
         ("cache_mib=-1", "cache_mib: expected a number of MiB >= 0, got -1"),
         ("seeds=a,b", "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got 'a,b'"),
         ("seeds=1,1", "expected different numbers"),
-        ("advantages=3", "advantages: expected calls, such as group_advantages or [{group_advantages: "),
         ("advantages=[]", "advantages: expected at least one call, such as [group_advantages], got ()"),
         ("advantages=whitten", "advantages: expected calls of group_advantages"),
         ('advantages=[{"group_advantages":{"scale":"loo"}}]', "advantages: group_advantages: scale must be one of"),
@@ -294,7 +275,6 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("model=x data=x.jsonl task=sorting", "task: expected '' with data=x.jsonl, which has its own prompts, got"),
         ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),
         ("gradient_budget=1e-3 entropy_coef=0.01", "gradient_budget: expected 0 with an entropy bonus"),
-        ("prompts_per_step=3 group_size=3", "expected a divisor of the 9 answers"),
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),
         ("max_new_tokens=8190", "max_new_tokens=8190: with the longest prompt (11 tokens)"),
         ("name=a/b", "expected a plain folder name"),
@@ -302,29 +282,17 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("model=somewhere", "model needs data=FILE, the jsonl file to train it on, or task=NAME"),
         ("model=/no/such/folder task=sorting", "model /no/such/folder: there is no such folder"),
         ("model=x data=/no/such.jsonl", "data /no/such.jsonl: expected a jsonl file, got no file"),
-        ("data=some.jsonl", "data needs model=FOLDER"),
         ("reward=long", 'expected "module:function" or "file.py:function"'),
-        ("reward=much*json:loads", "got 'much*json:loads'"),
         ("reward=no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
-        ("reward=math:cielo", "expected a function cielo in math, got None (is it 'ceil'?)"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),
         ("num_generations=8", "num_generations: there is no such option (TRL's num_generations is group_size here);"),
-        ("save_strategy=no", "no such option; `gspo train --dry-run`"),
         ("preset=mo", "(is it 'moe'?)"),
-        ("objective=gpso", "objective: "),
         ("clip_low=-1", "clip_low"),
-        ("normalizer=words", "normalizer: expected one of"),
         ("rollout_correction=tis", "rollout_correction: expected fields of a correction, such as {level: sequence, "),
-        ("rollout_correction=[]", "rollout_correction must be a RolloutCorrection, a tuple of at least one"),
         ('rollout_correction={"level":"word"}', "rollout_correction: RolloutCorrection: level must be "),
-        ('rollout_correction={"lvl":"token"}', "unexpected keyword argument 'lvl'"),
         ("rollout_correction={} old_log_probs=sampler", "old_log_probs: expected trainer with rollout_correction"),
-        ("old_log_probs=vllm", "old_log_probs: expected one of 'trainer', 'sampler', got 'vllm'"),
-        ("sampler_precision=fp16", "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
         ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
-        ("quantization=4bit", "quantization: expected '' unless lora_rank is above 0"),
-        ("sampler_precision=bf16 quantization=8bit lora_rank=8", "sampler_precision: expected '' with quantization"),
         ("preset=moe routing_replay=true", "routing_replay: expected gradient_checkpointing=false with it"),
         ("routing_replay=true", "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
         ("initial_new_tokens=3", "length_steps: expected a number above 0"),
@@ -341,7 +309,7 @@ def test_bad_options_print_one_line(tmp_path: Path, arguments: str, message: str
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("model", ["./models/mine", "no-such-model", "a/b/c"])
+@pytest.mark.parametrize("model", ["./models/mine", "no-such-model"])
 def test_a_missing_model_folder_does_not_access_a_hub(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,11 +335,8 @@ def test_the_error_of_a_failed_download_names_the_model(tmp_path: Path, monkeypa
     ("lines", "message"),
     [
         ([""], "at least 2 different prompts (one is held out), got 0"),
-        ([{"prompt": "a", "answer": "b"}], "at least 2 different prompts"),
         ([{"prompt": "a", "answer": "b"}, "", "{oops"], "line 3: expected a JSON object"),
-        (["[1]"], "line 1: expected a JSON object"),
         ([{"prompt": "a"}], 'line 1: "answer" is missing'),
-        ([{"answer": "a"}], 'line 1: "prompt" is missing'),
         ([{"prompt": 3, "answer": "a"}], 'line 1: "prompt" must be text'),
         ([{"prompt": "a", "answer": None}], 'line 1: "answer" must be text or a number'),
     ],

@@ -83,20 +83,17 @@ class Flaky:
         return float(len(completion))
 
 
-@pytest.mark.parametrize(("step", "first"), [(1, 9), (3, 49)])
 def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, first: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Calls: 8 of the first evaluation, 16 of each step, 8 of the evaluation after step 2."""
     whole = train(small(tmp_path, name="whole"), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))]).folder
     capsys.readouterr()
-    message = (
-        f"all 16 calls of the reward 'flaky' failed in step {step}. One of them: flaky: ConnectionError: no server; "
-    )
+    message = "all 16 calls of the reward 'flaky' failed in step 3. One of them: flaky: ConnectionError: no server; "
     with pytest.raises(TrainingError, match=f"^{message}"):
-        train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(first, first + 15))])
+        train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(49, 64))])
     folder = tmp_path / "demo"
-    assert len(rows_of(folder)) == step
+    assert len(rows_of(folder)) == 3
     line = f'continue: train(read_config(resume="{folder}"), reward=...)'
     assert capsys.readouterr().out.splitlines()[-1] == line
     train(read_config(resume=folder), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))])
@@ -248,9 +245,8 @@ def moe_checkpoint(folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("asked_for", [True, False])
-def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_path: Path, asked_for: bool) -> None:
-    moe = load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
+def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_path: Path) -> None:
+    moe = load_policy(str(moe_checkpoint(tmp_path, output_router_logits=False)))  # the trainer asks for them
     policy.check_head(moe, "auto")
     gates = [layer.mlp.gate.weight for layer in moe.model.model.layers]
     sizes = dict(prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)

@@ -264,6 +264,7 @@ def test_skyrl(tmp_path: Path) -> None:
 
 # slime
 
+
 class Arguments(Namespace):
     """slime's arguments. Those that no case sets are None, and so switched off."""
 

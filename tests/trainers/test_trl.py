@@ -310,5 +310,3 @@ def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Pat
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         out = base(input_ids=ids, labels=labels, fused_lm_head=True)
         torch.testing.assert_close(out.loss, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-
-

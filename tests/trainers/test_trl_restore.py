@@ -171,7 +171,7 @@ def test_a_model_that_the_user_fused_stays_fused(fused_first: bool, tmp_path: Pa
 
 def test_a_trainer_that_is_not_accelerated_is_named(tmp_path: Path) -> None:
     trainer = restore_trainer(accelerate_trainer(stock(tmp_path)))
-    with pytest.raises(ValueError, match="trainer must be one that .* has accelerated, got a GRPOTrainer that is not"):
+    with pytest.raises(ValueError, match=r"trainer must be one that .* has accelerated, got a GRPOTrainer that is not"):
         restore_trainer(trainer)
     wrong: Any = object()
     with pytest.raises(TypeError, match="restore_trainer: trainer must be a GRPOTrainer, got a object"):

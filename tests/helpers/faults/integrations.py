@@ -76,19 +76,19 @@ FAULTS: dict[str, Fault] = {
         "trainers/slime:_clipped",
         "bounded * advantages < ratio * advantages",
         "bounded != ratio",
-        "seams::test_slimes_metrics_are_its_sums_of_sample_means",
+        "seams::test_slimes_loss_and_metrics_are_its_sums_of_sample_means",
     ),
     "slime's pg_loss with the KL term": (
         "trainers/slime:loss",
         "loss_of(log_probs, objective=policy_term).loss",
         "out.loss",
-        "seams::test_slimes_metrics_are_its_sums_of_sample_means",
+        "seams::test_slimes_loss_and_metrics_are_its_sums_of_sample_means",
     ),
     "slime's difference to the sampler always of old log-probs": (
         "trainers/slime:loss",
         "log_probs if args.use_rollout_logprobs else old",
         "old",
-        "seams::test_slimes_metrics_are_its_sums_of_sample_means",
+        "seams::test_slimes_loss_and_metrics_are_its_sums_of_sample_means",
     ),
     "prime-rl's soft-cap ignored": (
         "trainers/prime_rl:head",

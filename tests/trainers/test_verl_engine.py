@@ -23,13 +23,14 @@ if importlib.util.find_spec("verl") is None:  # only the ranks import verl, afte
 
 ON_ONE_RANK: dict[str, dict[str, Any]] = {
     "packed, tied, micro-batches of 2": {"tied": True, "micro": 2},
-    "LoRA, untied": {"lora": 4},
+    "padded, micro-batches of 1": {"packed": False, "micro": 1},
     "soft-cap, temperature, weights": {"softcap": True, "tied": True, "temperature": 0.7, "weights": True},
     "kl, entropy, our policy loss": {"kl": 0.1, "entropy": 0.01, "loss_mode": "gspo_kernels", "micro": 2},
-    "our policy loss, weights": {"weights": True, "loss_mode": "gspo_kernels", "packed": False, "micro": 1},
+    "our policy loss, weights": {"weights": True, "loss_mode": "gspo_kernels", "packed": False},
+    "token-mean": {"aggregation": "token-mean"},
 }
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
-    "packed, untied": {"aggregation": "token-mean"},
+    "packed, untied": {},
     "padded, tied": {"packed": False, "tied": True},
     "LoRA": {"lora": 4, "tied": True},
     "LoRA, untied, padded": {"lora": 4, "packed": False},

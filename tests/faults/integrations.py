@@ -40,7 +40,7 @@ FAULTS: dict[str, Fault] = {
         "trainers/slime:_clipped",
         "bounded * advantages < ratio * advantages",
         "bounded != ratio",
-        "seams::test_slimes_metrics_are_its_sums_of_sample_means",
+        "seams::test_slimes_loss_and_metrics_are_its_sums_of_sample_means",
     ),
     "prime-rl's soft-cap ignored": (
         "trainers/prime_rl:head",

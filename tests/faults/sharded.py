@@ -129,8 +129,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "empty sequences in ratio_min": (
         "torch/sequence:_metrics",
-        "torch.where(filled, ratio, torch.inf)",
-        "ratio",
+        "torch.where(filled, torch.stack([ratio, -ratio]), torch.inf)",
+        "torch.stack([ratio, -ratio])",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
     ),
     "sequences that are empty on all ranks counted in means": (

@@ -27,14 +27,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "lower clip bound applied to positive advantages": (
         "_clip",
-        "(advantages < 0) & (u < log_low)",
+        "negative & (u < log_low)",
         "(advantages > 0) & (u < log_low)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "dual clip ignored": (
         "_clip",
-        "if math.isfinite(objective.ceiling):\n    high |= (advantages < 0) & (u > math.log(objective.ceiling))",
-        "if False:\n    high |= (advantages < 0) & (u > math.log(objective.ceiling))",
+        "if math.isfinite(objective.ceiling):\n    high |= negative & (u > math.log(objective.ceiling))",
+        "if False:\n    high |= negative & (u > math.log(objective.ceiling))",
         f"{OBJECTIVE}[torch-padded-dual-clip]",
     ),
     "token weights also multiply the KL": (

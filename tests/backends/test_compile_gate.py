@@ -1,4 +1,4 @@
-"""Check the compiled kernels: spills, matrix instructions, golden counts. Check that the interpreter changes little.
+"""Check the compiled kernels: spills, matrix instructions, golden counts.
 
 A process can either interpret or compile, so a second process compiles. To rewrite the golden counts, run this file as
 a program, and read the difference.
@@ -6,7 +6,6 @@ a program, and read the difference.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -19,10 +18,9 @@ import torch
 import triton
 from helpers.marks import slow
 
-from gspo_kernels.backends.triton import launch, tuning
+from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor.machine_code import count_amd, narrow_accesses
 
 GOLDEN = Path(__file__).parent / "golden_kernels.json"
 GATED = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -115,57 +113,6 @@ def table(architecture: str) -> set[tuple[str, Any]]:
 @pytest.mark.parametrize("architecture", [x if x == "sm_90" else slow(x) for x in tuning.ARCHITECTURES])
 def test_the_gate_compiles_exactly_the_tuning_table(architecture: str) -> None:
     assert gated(architecture) == table(architecture)
-
-
-AMD = """
-\t.globl\tforward_tile
-forward_tile:
-\ts_load_dwordx2 s[2:3], s[0:1], 0x0
-\ts_nop 0
-\tglobal_load_ushort v1, v0, s[2:3]
-\tglobal_load_dwordx4 v[4:7], v0, s[2:3]
-\tbuffer_store_byte v1, v0, s[8:11], 0 offen
-\ts_endpgm
-    .private_segment_fixed_size: 4
-    .vgpr_count:     96
-"""
-
-
-def test_resources_and_instructions_of_amds_assembly_are_counted() -> None:
-    assert count_amd(AMD) == (96, 4, 2, 5)
-
-
-@pytest.mark.parametrize(
-    ("ptx", "expected"),
-    [
-        ("@%p1 ld.global.L1::evict_last.b16 { %rs1 }, [ %rd1 + 0 ];", 1),
-        ("ld.global.b16 %rs1, [%rd1]; st.global.u8 [%rd2], %rs1;", 2),
-        ("st.global.v4.b32 [ %rd1 ], { %r1, %r2, %r3, %r4 }; ld.global.v4.b16 %rs1, [%rd1];", 0),
-        ("ld.shared.b16 %rs1, [%r1]; st.global.b32 [%rd2], %r1;", 0),
-    ],
-)
-def test_accesses_of_at_most_two_bytes_are_counted(ptx: str, expected: int) -> None:
-    assert narrow_accesses(ptx) == expected
-
-
-def test_interpretation_only_changes_dtype_of_operands_and_rounding_to_bf16() -> None:
-    """INTERPRETED and UPCAST, which are true under the interpreter, may only decide these two things."""
-    places = []
-    for path in sorted(Path(launch.__file__).parent.glob("*.py")):
-        source = path.read_text()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.If | ast.IfExp | ast.BoolOp) and any(
-                isinstance(x, ast.Name) and x.id in ("INTERPRETED", "UPCAST")
-                for x in ast.walk(node.test if isinstance(node, ast.If | ast.IfExp) else node)
-            ):
-                body = node.body if isinstance(node, ast.If) else node
-                places.append((path.stem, ast.unparse(body) if not isinstance(body, list) else ast.unparse(body[0])))
-    assert sorted(places) == [
-        ("elementary", "UPCAST and DTYPE == tl.bfloat16"),  # the interpreter truncates kept exponentials
-        ("elementary", "a, b = (a.to(ACC), b.to(ACC))"),  # operands of every product
-        ("elementary", "bits = x.to(tl.int32, bitcast=True)"),  # the first line under that condition
-        ("gradient_rows", "INTERPRETED and head.hidden.dtype == torch.bfloat16"),  # torch rounds d_logits to bf16
-    ]
 
 
 if __name__ == "__main__":

@@ -144,18 +144,6 @@ def test_triton_launches_one_program_per_counted_cell() -> None:
 
 
 @on_device
-def test_nothing_is_dropped_if_the_sparse_backward_is_not_cheaper(backend: str) -> None:
-    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
-    exact, grads = run_fused(sample, backend)
-    with choices(pays=False):
-        out, with_budget = run_fused(sample.with_options(gradient_budget=0.3), backend)
-    assert out.metrics["dropped_gradient_mass"] == 0
-    for key in ("live_tile_share", "passes", "live_row_share"):
-        torch.testing.assert_close(out.metrics[key], exact.metrics[key])
-    assert all(torch.equal(with_budget[k], grads[k]) for k in grads)
-
-
-@on_device
 @pytest.mark.parametrize("old_log_prob", [-200.0, -torch.inf, torch.nan])
 def test_nothing_is_dropped_if_the_total_mass_is_not_finite(old_log_prob: float, backend: str) -> None:
     """With a negative advantage, an enormous or infinite ratio is not clipped, so the coefficients are not finite."""

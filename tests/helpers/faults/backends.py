@@ -125,7 +125,7 @@ FAULTS: dict[str, Fault] = {
         "_mebibytes",
         "least <= int(text) <= LARGEST_MIB",
         "least - 1 <= int(text) <= LARGEST_MIB",
-        "bad_inputs::test_a_bad_workspace_limit_is_named[0]",
+        "bad_inputs::test_a_bad_memory_limit_is_named[GSPO_WORKSPACE_MIB-1-0]",
     ),
     "the adapter's product in autocast's dtype": (
         "_adapter_op",

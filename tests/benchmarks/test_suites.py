@@ -66,8 +66,6 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
         ("step", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("step", ["--device", "zz"], "--device: expected a device that torch has here, such as cpu, got 'zz'"),
         ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab writes another file"),
-        ("step", ["--against", "nobody"], "--against: nobody: choose from naive"),
-        ("trainer", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("fidelity", ["--device", "meta"], "--device: expected cpu or cuda, got 'meta'"),
         ("budgets", ["--policy", "nowhere"], "--policy: nowhere holds no policy"),
     ],

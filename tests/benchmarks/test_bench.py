@@ -59,16 +59,6 @@ def test_the_device_need_not_have_an_index(monkeypatch: pytest.MonkeyPatch) -> N
     assert made_current == [1]
 
 
-def test_trl_with_an_fp32_head_has_fp32_errors_in_bf16() -> None:
-    if ALL["TRL fused head"].absent(SMALL.head, torch.bfloat16, CPU):
-        pytest.skip("needs trl")
-    w = workloads.make(SMALL._replace(dtype="bfloat16"))
-    rows = w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), None
-    exact = candidates.full_log_probs(w.hidden.flatten(0, 1).double(), w.weight.double(), *rows[2:], torch.float64)
-    errors = [(ALL[n].log_probs(*rows) - exact).abs().max() for n in ("TRL cast_lm_head_to_fp32", "TRL fused head")]
-    assert errors[0] < 1e-5 < 1e-3 < errors[1]
-
-
 def test_the_truth_computed_in_chunks_equals_one_float64_graph() -> None:
     w = workloads.make(SMALL._replace(scenario="kl", tokens=600))  # three chunks
     hidden, weight = w.hidden.double().requires_grad_(), w.weight.double().requires_grad_()

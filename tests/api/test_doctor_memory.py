@@ -62,18 +62,6 @@ def test_passes_and_peak_are_those_of_a_step(dtype: str) -> None:
         torch.set_num_threads(threads)
 
 
-def test_passes_of_the_rl_like_step_are_those_of_a_step() -> None:
-    """Two sequences have advantage 0, and the one in the middle of the others is clipped."""
-    advantages = torch.tensor([0.0, 0, 1, 1, 1, 1, 1, 1])
-    for row in sizes("--memory", BATCH, "--dtype", "fp32"):
-        old = fused(advantages, torch.float32, 0).log_probs.clone()
-        old[4] -= 0.01
-        out = fused(advantages, torch.float32, row["cache_mib"], old)
-        assert out.metrics["zero_coefficient_share"].item() == 3 / 8
-        # The cache holds whole sequences here, so it may hold the clipped sequence or not.
-        assert out.metrics["passes"].item() == pytest.approx(row["passes_rl_like"], abs=1 / 8)
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("n", [1, 100, 129, 5000])
 def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str) -> None:

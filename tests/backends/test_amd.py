@@ -146,14 +146,6 @@ def test_other_heads_and_fp32_are_multiplied_by_torch(options: dict[str, Any]) -
         assert not gradients(head, upstream(head))[1] & PRODUCTS
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_batch_without_gradients_has_zero_gradients(masked: bool) -> None:
-    head = random_head(40, 24, 300, torch.bfloat16)
-    head = head._replace(mask=torch.zeros_like(head.mask)) if masked else head
-    out, _ = gradients(head, torch.zeros(40))
-    assert out.hidden is not None and not out.hidden.any() and out.weight is not None and not out.weight.any()
-
-
 @HALF
 @pytest.mark.parametrize("first", [False, True])
 def test_products_of_copies_are_complete(dtype: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:

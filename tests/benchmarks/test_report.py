@@ -63,19 +63,6 @@ def test_a_damaged_or_partial_file_is_refused_with_a_one_line_message(text: str,
         pages.texts()
 
 
-def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BLOCK}stale\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(pages, "README", readme)
-    text = pages.texts()[readme]
-    assert (
-        text.startswith(f"before\n{BLOCK}One training step of TRL")
-        and text.endswith("<!-- end -->\nafter\n")
-        and "stale" not in text
-    )
-    assert 5 + 2 == sum(line.startswith("|") for line in text.splitlines())
-
-
 def test_no_timed_candidate_has_wrong_gradients() -> None:
     for run in results_of("step")["time"]["runs"] + results_of("vocab")["runs"]:
         timed = {r["name"]: r for r in run["candidates"] if "seconds" in r}
@@ -105,12 +92,3 @@ def test_the_page_lists_where_others_take_less_time_or_memory() -> None:
     assert rows(run(0.5, 50)) == []
     assert rows(run(1.0, 50), run(0.5, 50)) == [f"| time / naive GSPO's: {where} | 1.00 | 0.80 (quick) | 1.25 |"]
     assert rows(run(0.5, 101)) == [f"| peak MiB: {where} | 101 | 100 (naive GSPO) | 1.01 |"]
-
-
-def test_the_verdict_on_precision_depends_on_the_upper_ends_of_the_intervals() -> None:
-    def verdict(high: float) -> str:
-        records = [{"name": "a", "95 %": [[0, 0.001]]}, {"name": "b", "95 %": [[0, 0.001], [0, high]]}]
-        return summary.tolerance({"sets": {"synthetic": {"implementations": records}}})
-
-    assert verdict(0.009).endswith(" for a; b. Does not hold for none")
-    assert verdict(0.011).endswith(" for a. Does not hold for b")

@@ -499,7 +499,7 @@ FAULTS: dict[str, Fault] = {
         "policy_forward.contiguous",
         "return None if x is None else x.contiguous()",
         "return x",
-        "edges::test_no_form_of_an_input_changes_a_bit[triton-column-major]",
+        "edges::test_no_form_of_an_input_changes_a_bit[triton-every second]",
     ),
     "a ratio equal to the upper bound of dual_clip counted as clipped, in Triton": (
         "triton/surrogates:surrogate",

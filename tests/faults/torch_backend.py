@@ -180,12 +180,12 @@ FAULTS: dict[str, Fault] = {
         "tiling",
         "columns = min(columns, _columns_beside_sums(head, rows, dtype, operands))",
         "pass",
-        "torch_memory::test_memory_on_a_gpu_is_within_the_formula[2048-8192-32000-bf16-CUDA]",
+        "memory::test_the_torch_backend_on_a_gpu_stays_within_the_formula[2048-8192-32000-bf16-CUDA]",
     ),
     "the host waits for every kept tile": (
         "KeptTiles.tile",
         "first, last, adjacent = self.places[rows.start]",
         "first, last, adjacent = int(place[0]), int(place[-1]), bool((place.diff() == 1).all())",
-        "torch_memory::test_the_host_reads_the_places_of_kept_rows_once",
+        "host_reads::test_the_torch_backend_reads_the_places_of_kept_rows_once",
     ),
 }

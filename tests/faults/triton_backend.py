@@ -110,7 +110,7 @@ FAULTS: dict[str, Fault] = {
         "_Gradients._add_chunk",
         "add_product(d_weight, d_z.t(), hidden)",
         "add_product(d_weight.zero_(), d_z.t(), hidden)",
-        "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[fp32]",
+        "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[fp32-False]",
     ),
     "power-of-two scale not removed": (
         "scatter_in_place",
@@ -203,19 +203,19 @@ FAULTS: dict[str, Fault] = {
         "finish",
         "tl.where(ratio != ratio, ratio, tl.where(ratios > 0, smallest, 1.0))",
         "tl.where(ratios > 0, smallest, 1.0)",
-        "kernels::test_metrics_equal_those_of_the_torch_backend",
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[triton-sequence]",
     ),
     "a host read in the forward": (
         "forward:_order",
         "mask.sum().reshape(1)",
         "torch.tensor([mask.sum().item()])",
-        "kernels::test_peak_memory_respects_a_small_workspace",
+        "memory::test_triton_respects_a_small_workspace",
     ),
     "block shapes depend on the batch size": (
         "tile_config",
         "has_extras or head.hidden.shape[1] % blocks.forward.block_h != 0",
         "has_extras or head.hidden.shape[0] < 64 or head.hidden.shape[1] % blocks.forward.block_h != 0",
-        "kernels::test_a_row_has_the_same_bits_alone_and_in_any_batch",
+        "heads::test_a_row_has_the_same_bits_alone_and_in_any_batch[triton-linear]",
     ),
     "the rescaling of a tile without mass not clamped": (
         "_store_shares",
@@ -329,7 +329,7 @@ FAULTS: dict[str, Fault] = {
         "policy_forward.contiguous",
         "return None if x is None else x.contiguous()",
         "return x",
-        "kernel_faults::test_packed_tensors_may_be_non_contiguous[triton]",
+        "edges::test_no_form_of_an_input_changes_a_bit[triton-every second]",
     ),
     "gmpo: a ratio equal to its bound counted as clipped, in Triton": (
         "triton/surrogates:bounded",
@@ -353,7 +353,7 @@ FAULTS: dict[str, Fault] = {
         "_Gradients._add_chunk",
         "self.d_bias[low:high] += d_z.sum(0)",
         "self.d_bias[low:high] = d_z.sum(0)",
-        "kernels::test_gradients_of_bias_and_adapter_are_sums_over_chunks",
+        "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[fp32-True]",
     ),
     "a cell's row block used as its vocabulary tile": (
         "list_cells",
@@ -371,14 +371,14 @@ FAULTS: dict[str, Fault] = {
         "reduce_rows",
         'over_top = tl.where(target_z == float("inf"), float("nan"), over_top)',
         "pass",
-        "kernels::test_an_infinite_target_logit_has_a_nan_log_prob[triton]",
+        "loss_faults::test_the_log_prob_of_an_infinite_target_logit_is_nan[triton]",
     ),
     "empty sequences in the default normalizer": (
         "totals:total",
         "tl.load(partials + PARTIAL * n + i, mask=i < n, other=neutral)",
         "tl.load(partials + PARTIAL * n + i, mask=i < n, other=neutral) + (1.0 if REDUCTION == "
         "COUNT_POSITIVE else 0.0)",
-        "kernels::test_empty_sequences_are_not_in_the_default_normalizer[triton]",
+        "edges::test_empty_and_masked_sequences_equal_the_oracle[triton-gspo]",
     ),
     "no gradient through the ratio factor of KL": (
         "sum_tokens",

@@ -1,7 +1,8 @@
-"""A reference trainer for GSPO: the complete loop in plain PyTorch and `transformers`, short enough to read in full.
+"""A reference trainer for GSPO in plain PyTorch and `transformers`.
 
-`gspo train` is its command line, and docs/trainer.md is its manual. Read `trainer.py` and `update.py` first.
-Prompts and their rewards are in `integrations/tasks`. All modules here:
+The algorithm is in three files: `trainer.py` (the loop), `sampling.py` (rollouts) and `update.py` (from a rollout to an
+optimizer step). `gspo train` is the command line, and docs/trainer.md is its manual. Prompts and their rewards are in
+`integrations/tasks`. All modules here:
 
     trainer      the loop                  update       from a rollout to an optimizer step
     config       options                   config_file  presets, YAML files, key=value

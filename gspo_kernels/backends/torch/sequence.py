@@ -49,7 +49,8 @@ def policy_forward(
     offsets, advantages = policy.offsets, policy.advantages
     by_token = objective.ratio == "token"
     sequence = sequence_of_row(offsets, mask.shape[0])  # [N]
-    lp = torch.where(mask, log_probs, 0)
+    masked = ~mask
+    lp = log_probs.masked_fill(masked, 0)
     token_log_ratio, averaged, token_bounds = _log_ratios(log_probs, mask, policy, objective)
     lengths, total, invalid = _sums_before_gate(mask, averaged, policy)  # [S], [S], []
     policy = policy._replace(invalid=invalid)
@@ -66,13 +67,13 @@ def policy_forward(
         value = multiply_no_nan(policy.token_weights, value)
         slope = multiply_no_nan(policy.token_weights, slope)
     share = _share_of_token(mask, sequence, lengths, policy, objective, objective.aggregation, policy.normalizer)
-    d_log_ratio = torch.where(mask, share * slope, 0)
+    d_log_ratio = (share * slope).masked_fill(masked, 0)
     d_log_prob = torch.zeros_like(lp)
     if objective.surrogate in SCORES:  # the slope is with respect to the log-prob, and u has no gradient
         value = multiply_no_nan(value, lp)
         d_log_prob = d_log_ratio
         d_log_ratio = torch.zeros_like(lp)
-    loss_rows = torch.where(mask, share * value, 0)
+    loss_rows = (share * value).masked_fill(masked, 0)
 
     kl = kl_slope = None
     if policy.ref_log_probs is not None:
@@ -228,17 +229,17 @@ def _sums_after_gate(terms: _TokenTerms, mask: Tensor, policy: PolicyRows, by_to
         by_token: True for ratio="token".
     """
     present = {name: x for name, x in terms._asdict().items() if x is not None}
-    extremes = []
+    extremes = mask.new_empty(0, dtype=torch.float64)  # [2] with ratio="token": of the ratios and of minus the ratios
     if by_token:
         ratio = present["ratio"] = terms.minus_log_ratio.neg().exp()
-        extremes = [_smallest(torch.where(mask, x, torch.inf).double()) for x in (ratio, -ratio)]
+        extremes = _smallest(torch.where(mask, torch.stack([ratio, -ratio]), torch.inf).double())
     sums = _segment_sums(torch.where(mask, torch.stack(list(present.values())), 0), policy.offsets)  # [columns, S]
     if policy.group:
-        own = torch.cat([sums, *(x.expand(1, sums.shape[1]) for x in extremes)])
+        own = torch.cat([sums, extremes[:, None].expand(-1, sums.shape[1])])
         every = gather(own, policy.group)  # [ranks, columns, S]
         sums = _add_ranks(every[:, : len(present)])
-        extremes = [_smallest(every[:, len(present) + i]) for i in range(len(extremes))]
-    smallest, minus_largest = extremes or (None, None)
+        extremes = _smallest(every[:, len(present) :].transpose(0, 1))
+    smallest, minus_largest = extremes.unbind() if by_token else (None, None)
     largest = None if minus_largest is None else -minus_largest
     return _Sums(dict(zip(present, sums.unbind(), strict=True)), smallest, largest)
 
@@ -267,8 +268,8 @@ def _metrics(sums: _Sums, n_zero: Tensor, lengths: Tensor, u: Tensor, invalid: T
         ratio = u.exp().double()
         count = sequences
         ratio_mean = torch.where(filled, ratio, 0).sum() / per_sequence
-        ratio_min = _smallest(torch.where(filled, ratio, torch.inf))
-        ratio_max = -_smallest(torch.where(filled, -ratio, torch.inf))
+        ratio_min, minus_max = _smallest(torch.where(filled, torch.stack([ratio, -ratio]), torch.inf)).unbind()
+        ratio_max = -minus_max
     else:
         count = tokens
         ratio_mean = columns["ratio"].sum() / per_token
@@ -303,8 +304,8 @@ def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _smallest(x: Tensor) -> Tensor:
-    """The smallest value, []; inf for an empty tensor. NaN propagates."""
-    return torch.cat([x.flatten(), x.new_full((1,), torch.inf)]).amin()
+    """The smallest value of each line, [K, ...] -> [K]; inf for an empty line. NaN propagates."""
+    return torch.cat([x.flatten(1), x.new_full((len(x), 1), torch.inf)], 1).amin(1)
 
 
 def _add_ranks(x: Tensor) -> Tensor:

@@ -56,17 +56,20 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> Te
 def _clip(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
     """-min(s A, clip(s) A), with an upper bound on s (the ceiling) where A < 0."""
     log_low, log_high = objective.log_window
-    low = (advantages < 0) & (u < log_low)
+    negative = advantages < 0
+    low = negative & (u < log_low)
     high = (advantages > 0) & (u > log_high)
     if math.isfinite(objective.ceiling):
-        high |= (advantages < 0) & (u > math.log(objective.ceiling))
-    free = ~(low | high | (advantages == 0))
-    slope = torch.where(free, -torch.where(free, u, 0).exp() * advantages, 0)
+        high |= negative & (u > math.log(objective.ceiling))
+    clipped = low | high
+    constant = clipped | (advantages == 0)
+    minus_advantages = -advantages
+    slope = (u.masked_fill(constant, 0).exp() * minus_advantages).masked_fill(constant, 0)
     # The bound is 1 + clip_high for a positive advantage, and 1 - clip_low or the ceiling for a negative one.
     bound = torch.full_like(u, 1 + objective.clip_high)
-    bound.masked_fill_(advantages < 0, objective.ceiling if math.isfinite(objective.ceiling) else 0.0)
+    bound.masked_fill_(negative, objective.ceiling if math.isfinite(objective.ceiling) else 0.0)
     bound.masked_fill_(low, 1 - objective.clip_low)
-    return Term(torch.where(low | high, -bound * advantages, slope), slope, low, high)
+    return Term(torch.where(clipped, bound * minus_advantages, slope), slope, low, high)
 
 
 def _none(u: Tensor, advantages: Tensor, objective: Objective) -> Term:

@@ -172,7 +172,7 @@ def draw_readme(trainer: Results, precision: Results, path: Path) -> None:
         (
             wrong,
             "{:.2g}%",
-            f"clip decisions that differ from float64\n(whole model, {HALF}, {LENGTH:,} tokens per answer)",
+            f"clip decisions that differ from float64\n(whole model, {HALF}, {LENGTH:,} tokens)",
         ),
         (peaks, "{:,.0f} MiB", f"peak memory of a training step in TRL\n({part['tokens']:,} tokens, beyond the model)"),
     )

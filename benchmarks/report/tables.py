@@ -183,18 +183,18 @@ def headline_run(results: Results) -> Results:
 
 
 def precision(results: Results) -> Texts:
-    rows = []
+    rows: dict[tuple[str, ...], list[str]] = {}  # heads with equal numbers share a row
     for body, records in headline_run(results)["bodies"].items():
         for r in records:
             at = r["lengths"].index(1024)
             rounded = r.get("against rounded weights")
             counted = r["measured answers"]
-            errors = (f"{r['log-ratio'][key]:.1e}" for key in ("std of tokens", "std of answers"))
-            rows.append((
-                body, shown(r["name"]), *errors,
+            cells = (
+                body, *(f"{r['log-ratio'][key]:.1e}" for key in ("std of tokens", "std of answers")),
                 *map(percent, r["wrong"]), interval([100 * x for x in r["95 %"][at]], ".1f"),
                 percent(rounded["wrong"][at]) if rounded else "-", f"{counted['counted']} of {counted['answers']}",
-            ))  # fmt: skip  # a cell each
+            )  # fmt: skip  # a cell each
+            rows.setdefault(cells, []).append(shown(r["name"]))
     lengths = [f"{length:,} tokens" for length in next(iter(results["runs"][0]["bodies"].values()))[0]["lengths"]]
     errors = ("error of tokens", "of answers")
     header = ("body", "head", *errors, *lengths, "95 %, 1,024 tokens", "rounded weights", "counted")
@@ -208,7 +208,7 @@ def precision(results: Results) -> Texts:
         by_rate.append((body, *cells))
     spreads = [(run["learning rate"], run["true log-ratio"]) for run in results["runs"]]
     return {
-        "table": table(header, rows),
+        "table": table(header, [(body, ", ".join(heads), *cells) for (body, *cells), heads in rows.items()]),
         "rates": table(("body", *(f"learning rate {run['learning rate']:g}" for run in results["runs"])), by_rate),
         "spreads": "; ".join(f"{rate:g}: {x['std']:.1e}, {x['clipped']:.0%} clipped" for rate, x in spreads),
         "left_out": "; ".join(f"{name} ({why})" for name, why in results["not measured"].items()) or "none",

@@ -78,7 +78,7 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl*.py
 	build/trl-0.29.1/bin/$(PYTEST) tests/trainers/test_trl*.py
 	build/verl/bin/$(PYTEST) tests/trainers/test_verl_main_ppo.py tests/trainers/test_verl_*.py
-	build/verl/bin/$(PYTEST) tests/repo/test_mutations.py -k verl
+	build/verl/bin/$(PYTEST) tests/faults/test_faults.py -k verl
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_checkouts.py
 	build/megatron/bin/python -m pytest tests/trainers/test_examples.py -k megatron
@@ -130,6 +130,6 @@ gate-%: .venv/ready
 
 # Rewrite the golden counts, the figures and the generated parts of README.md and docs/: 5 minutes.
 golden: .venv/ready
-	PYTHONPATH=tests $(BIN)/python -m helpers.costs --write
+	PYTHONPATH=tests $(BIN)/python -m faults.costs --write
 	PYTHONPATH=tests $(BIN)/python tests/backends/test_compile_gate.py
 	$(BIN)/python -m gspo_kernels.benchmarks report

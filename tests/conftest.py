@@ -99,7 +99,8 @@ SHOWN = {
     "trainers": "TRL, verl, DeepSpeed and Megatron train with our log-probs as with their own",
     "benchmarks": "the benchmarks run, and the published numbers are those of their results",
     "release": "the wheel is complete and works once installed by name, and the kernels package loads our hub layout",
-    "repo": "README and docs are right, imports are few, the tests notice errors that are planted in the library",
+    "repo": "README and docs are right, and imports are few",
+    "faults": "the tests detect faults that are seeded in the library",
 }
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,7 +130,6 @@ T_, V_ = TypeError, ValueError
 KINDS: dict[str, Kind] = {
     # -- hidden states
     "hidden-list": Kind(T_, "tensor [B, T, H] or [N, H]", "list", hidden=[[1.0]]),
-    "hidden-none": Kind(T_, "tensor", "None", hidden=None),
     "hidden-1d": Kind(V_, "[B, T, H] or [N, H]", "[4]", hidden=torch.ones(H)),
     "hidden-integers": Kind(T_, "float32", "int64", hidden=torch.ones(B, T, H, dtype=torch.int64)),
     "hidden-no-width": Kind(V_, "", "[2, 3, 0]", name="", hidden=torch.ones(B, T, 0)),
@@ -142,18 +139,15 @@ KINDS: dict[str, Kind] = {
     "ids-int32": Kind(T_, "int64", "int32", target_ids=ids().int()),
     "ids-device": Kind(V_, "on cpu", "meta", target_ids=ids().to(META)),
     "ids-too-large": Kind(V_, "between 0 and 6", "[7, 10]", target_ids=ids(V, V + 3)),
-    "ids-negative": Kind(V_, "between 0 and 6", "[-1]", target_ids=ids(-1)),
     "ids-in-padded-vocabulary": Kind(V_, "between 0 and 4", "[5]", target_ids=ids(5), vocab_size=5),
     # -- mask
     "mask-shape": Kind(V_, "[2, 3]", "[2, 1]", mask=torch.ones(B, 1)),
     "mask-dtype": Kind(T_, "bool", "complex64", mask=torch.ones(B, T, dtype=torch.complex64)),
-    "mask-device": Kind(V_, "on cpu", "meta", mask=torch.ones(B, T, device=META)),
     "mask-two": Kind(V_, "0 or 1", "2", mask=tokens(2, torch.int64)),
     # -- head
     "head-none": Kind(T_, "[V, H] with H = 4", "None", lm_head=None),
     "head-list-under-autocast": Kind(T_, "[V, H] with H = 4", "list", autocast=True, lm_head=[[0.0] * H] * V),
     "head-transposed": Kind(V_, "[V, H] with H = 4", "[4, 7]", lm_head=torch.ones(H, V)),
-    "head-1d": Kind(V_, "[V, H] with H = 4", "[4]", lm_head=torch.ones(H)),
     "head-integers": Kind(T_, "float32", "int8", lm_head=torch.ones(V, H, dtype=torch.int8)),
     "head-device": Kind(V_, "on cpu", "meta", lm_head=torch.ones(V, H, device=META)),
     "head-mixed-dtypes": Kind(T_, "float32", "bfloat16", lm_head=torch.ones(V, H, dtype=torch.bfloat16)),
@@ -187,16 +181,9 @@ KINDS: dict[str, Kind] = {
     "bias-twice": Kind(V_, "lm_head has a bias", "[7]", name="bias", lm_head=linear(bias=True), bias=torch.ones(V)),
     # -- options of the head
     "scale-zero": Kind(V_, "other than 0", "0.0", logit_scale=0.0),
-    "scale-nan": Kind(V_, "finite", "nan", logit_scale=NAN),
-    "scale-beyond-float32": Kind(V_, "finite", "1e+300", logit_scale=1e300),
     "scale-huge-int": Kind(V_, "finite", "type int", logit_scale=10**400),
-    "scale-large-tensor": Kind(T_, "number", "ensor", logit_scale=torch.ones(60, 60)),
-    "softcap-zero": Kind(V_, "> 0", "0", logit_softcap=0),
     "softcap-subnormal": Kind(V_, "within float32", "e-45", logit_softcap=1e-45),
-    "vocabulary-zero": Kind(V_, "between 1 and the 7 rows", "0", vocab_size=0),
     "vocabulary-too-large": Kind(V_, "between 1 and the 7 rows", "8", vocab_size=V + 1),
-    "vocabulary-float": Kind(T_, "int", "7.0", vocab_size=7.0),
-    "vocabulary-bool": Kind(T_, "int", "True", vocab_size=True),
     "temperature-zero": Kind(V_, "> 0", "0", temperature=0),
     "temperature-per-sequence": Kind(V_, "[2, 3]", "[2]", temperature=torch.ones(B)),
     "temperature-integers": Kind(T_, "float32", "int64", temperature=torch.tensor(1)),
@@ -216,11 +203,9 @@ KINDS: dict[str, Kind] = {
     "offsets-decreasing": Kind(
         V_, "non-decreasing", "[0, 4, 2, 5]", packed=True, cu_seqlens=torch.tensor([0, 4, 2, N])
     ),
-    "offsets-not-from-zero": Kind(V_, "starting at 0", "[1, 2, 5]", packed=True, cu_seqlens=torch.tensor([1, 2, N])),
     "offsets-too-short": Kind(V_, "ending at N = 5", "[0, 2, 4]", packed=True, cu_seqlens=torch.tensor([0, 2, N - 1])),
     "offsets-of-no-sequence": Kind(V_, "ending at N = 5", "a tensor [1]", packed=True, cu_seqlens=torch.tensor([0])),
     "offsets-floats": Kind(T_, "int32 or int64", "float32", packed=True, cu_seqlens=torch.tensor([0.0, 2, N])),
-    "offsets-2d": Kind(V_, "[S + 1]", "[1, 3]", packed=True, cu_seqlens=torch.tensor([[0, 2, N]])),
     "offsets-device": Kind(
         V_, "on cpu", "meta", packed=True, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=META)
     ),
@@ -253,9 +238,7 @@ KINDS: dict[str, Kind] = {
     "log-probs-list": Kind(T_, "tensor [B, T]", "list", log_probs=[[0.0]]),
     "log-probs-3d": Kind(V_, "[B, T]", "[2, 3, 7]", log_probs=torch.ones(B, T, V)),
     "old-bfloat16": Kind(T_, "float32 or float64", "bfloat16", old_log_probs=tokens(-1, torch.bfloat16)),
-    "old-shape": Kind(V_, "[2, 3], one per token", "[2, 4]", old_log_probs=torch.ones(B, T + 1)),
     "old-device": Kind(V_, "on cpu", "meta", old_log_probs=torch.ones(B, T, device=META)),
-    "ref-bfloat16": Kind(T_, "float32", "bfloat16", ref_log_probs=tokens(-1, torch.bfloat16)),
     "ref-missing": Kind(V_, "objective.kl_coef > 0", "None", name="ref_log_probs", objective=Objective(kl_coef=0.1)),
     "rollout-missing": Kind(
         V_, "given", "None", name="rollout_log_probs", objective=CORRECTED, old_log_probs=tokens(-1)
@@ -277,7 +260,6 @@ KINDS: dict[str, Kind] = {
     "weights-packed-shape": Kind(V_, "[5]", "[2]", packed=True, token_weights=torch.ones(S)),
     "weights-integers": Kind(T_, "float32", "int64", token_weights=ids()),
     "weights-negative": Kind(V_, ">= 0 where mask", "-0.5", token_weights=tokens(-0.5)),
-    "weights-inf": Kind(V_, ">= 0 where mask", "inf", token_weights=tokens(INF)),
     "weights-device": Kind(V_, "on cpu", "meta", token_weights=torch.ones(B, T, device=META)),
     # -- the loss
     "entropy-missing": Kind(
@@ -289,31 +271,26 @@ KINDS: dict[str, Kind] = {
         objective=Objective(entropy_coef=0.1),
     ),
     "entropy-bfloat16": Kind(T_, "float32 or float64", "bfloat16", functions=POLICY, entropy=tokens(1, torch.bfloat16)),
-    "entropy-shape": Kind(V_, "like log_probs", "[2]", functions=POLICY, entropy=torch.ones(B)),
     "objective-dict": Kind(T_, "Objective", "dict", objective={"clip_low": 0.1}),
-    "normalizer-zero": Kind(V_, "> 0", "0", normalizer=0),
-    "normalizer-nan": Kind(V_, "finite", "nan", normalizer=NAN),
-    "normalizer-subnormal": Kind(V_, "> 0", "1e-50", normalizer=1e-50),
     "normalizer-tensor-zero": Kind(V_, "> 0", "0.0", normalizer=torch.tensor(0.0)),
-    "normalizer-tensor-inf": Kind(V_, "finite", "inf", normalizer=torch.tensor(math.inf)),
-    "normalizer-tensor-zero-fp16": Kind(V_, "> 0", "0.0", normalizer=torch.tensor(0.0).half()),
     "kl-normalizer-tensor-zero": Kind(V_, "> 0", "0", kl_normalizer=torch.tensor(0)),
     "normalizer-1d": Kind(V_, "no dimension", "[1]", normalizer=torch.ones(1)),
     "normalizer-bool-tensor": Kind(T_, "float32", "bool", normalizer=torch.tensor(True)),
     "normalizer-device": Kind(V_, "on cpu", "meta", normalizer=torch.ones((), device=META)),
     "kl-normalizer-without-kl": Kind(V_, "None, because objective.kl_coef is 0", "2.0", kl_normalizer=2.0),
     "old-log-probs-positive": Kind(V_, "<= 0 where mask", "0.3", old_log_probs=tokens(0.3)),
-    "ref-log-probs-positive": Kind(V_, "<= 0 where mask", "2.0", ref_log_probs=tokens(2.0)),
     "log-probs-positive": Kind(V_, "<= 0 where mask", "0.3", log_probs=tokens(0.3)),
     "rollout-log-probs-positive": Kind(
         V_, "<= 0 where mask", "1.5", rollout_log_probs=tokens(1.5), objective=CORRECTED
     ),
     "entropy-negative": Kind(V_, ">= 0 where mask", "-0.3", functions=POLICY, entropy=tokens(-0.3)),
     "budget": Kind(V_, "below 1", "1.0", gradient_budget=1.0),
-    "budget-negative": Kind(V_, "0 (exact)", "-0.001", gradient_budget=-1e-3),
     "budget-bonus": Kind(
         V_, "0 with an entropy bonus", "0.001", gradient_budget=1e-3, objective=Objective(entropy_coef=0.1)
     ),
+    "cache-negative": Kind(V_, "a number of MiB from 0", "-1", cache_mib=-1),
+    "cache-nan": Kind(V_, "a number of MiB from 0", "nan", cache_mib=NAN),
+    "cache-text": Kind(T_, "a number of MiB from 0", "'64'", cache_mib="64"),
     "backend-unknown": Kind(V_, "'auto', 'torch', 'triton'", "'cuda'", backend="cuda"),
 }
 
@@ -376,42 +353,23 @@ def test_a_bad_input_is_named_and_nothing_is_written(kind: Kind, function: Calla
 OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "ratio": ({"ratio": "sentence"}, V_, "ratio", "'sequence', 'sequence-token', 'token'", "'sentence'"),
     "surrogate": ({"surrogate": "clamp"}, V_, "surrogate", "'clip'", "'clamp'"),
-    "aggregation": ({"aggregation": "mean"}, V_, "aggregation", "'token-mean'", "'mean'"),
     "kl-estimator": ({"kl_estimator": "k4"}, V_, "kl_estimator", "'k1', 'k2', 'k3'", "'k4'"),
-    "kl-aggregation": ({"kl_aggregation": "sum"}, V_, "kl_aggregation", "'token-mean'", "'sum'"),
     "kl-ratio-factor": ({"kl_ratio_factor": 1}, T_, "kl_ratio_factor", "True or False", "1"),
     "clip-low-one": ({"clip_low": 1.0}, V_, "clip_low", "< 1", "1.0"),
-    "clip-low-nan": ({"clip_low": NAN}, V_, "clip_low", "< 1", "nan"),
     "clip-low-text": ({"clip_low": "3e-4"}, T_, "clip_low", "number", "'3e-4'"),
-    "clip-low-bool": ({"clip_low": False}, T_, "clip_low", "number", "False"),
     "clip-high-negative": ({"clip_high": -1e-9}, V_, "clip_high", ">= 0", "-1e-09"),
     "dual-clip-one": ({"dual_clip": 1.0}, V_, "dual_clip", "> 1", "1.0"),
-    "delta-inside-window": ({"clip_high": 0.2, "delta": 1.2}, V_, "delta", "1 + clip_high", "1.2"),
     "kl-coef-negative": ({"kl_coef": -0.1}, V_, "kl_coef", ">= 0", "-0.1"),
     "length-norm-missing": ({"aggregation": "seq-mean-token-sum-norm"}, V_, "length_norm", "number", "None"),
-    "length-norm-missing-for-kl": ({"kl_aggregation": "seq-mean-token-sum-norm"}, V_, "length_norm", "number", "None"),
     "rollout-correction": ({"rollout_correction": "tis"}, T_, "rollout_correction", "RolloutCorrection", "'tis'"),
     "no-rollout-correction": ({"rollout_correction": ()}, T_, "rollout_correction", "at least one", "()"),
-    "rollout-correction-list": (
-        {"rollout_correction": (RolloutCorrection(), None)},
-        T_,
-        "rollout_correction",
-        "a tuple of",
-        "None)",
-    ),
     "cispo-clip-low": ({"surrogate": "cispo", "clip_low": 1.1}, V_, "clip_low", "<= 1", "1.1"),
     "gmpo-clip-low": ({"surrogate": "gmpo", "clip_low": -0.1}, V_, "clip_low", ">= 0", "-0.1"),
     "gmpo-ratio": ({"surrogate": "gmpo", "ratio": "token"}, V_, "ratio", "'sequence' with surrogate='gmpo'", "'token'"),
-    "dppo-clip-low": ({"surrogate": "dppo_tv", "ratio": "token", "clip_low": -0.1}, V_, "clip_low", ">= 0", "-0.1"),
     "dppo-ratio": ({"surrogate": "dppo_kl"}, V_, "ratio", "'token' with surrogate='dppo_kl'", "'sequence'"),
     "dppo-delta": ({"surrogate": "dppo_tv", "ratio": "token", "delta": 3.0}, V_, "delta", "'dppo_tv'", "3.0"),
     "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", ">= 1e-30", "0"),
-    "clip-high-beyond-float32": ({"clip_high": 1e39}, V_, "clip_high", "within float32", "1e+39"),
-    "clip-high-fraction": ({"clip_high": Fraction(10**400)}, V_, "clip_high", "within float32", "type Fraction"),
-    "dual-clip-huge-int": ({"dual_clip": 10**400}, V_, "dual_clip", "> 1", "type int"),
-    "sapo-temperature-tiny": ({"sapo_temperature_pos": 1e-31}, V_, "sapo_temperature_pos", "1e-30", "1e-31"),
     "dual-clip-unread": ({"surrogate": "cispo", "dual_clip": 3.0}, V_, "dual_clip", "surrogate='cispo'", "3.0"),
-    "delta-unread": ({"surrogate": "none", "delta": 3.0}, V_, "delta", "surrogate='none'", "3.0"),
     "two-ratios": ({"kl_estimator": "unbiased", "kl_ratio_factor": True}, V_, "kl_ratio_factor", "False", "True"),
 }
 
@@ -439,10 +397,16 @@ def test_a_field_of_the_objective_as_an_argument_is_named(function: Callable[...
         function(**accepted(function, good_inputs()), cliplow=1e-3)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "many", "256 MiB"])
-def test_a_bad_workspace_limit_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_WORKSPACE_MIB", text)
-    with pytest.raises(ValueError, match="GSPO_WORKSPACE_MIB must be an integer number of MiB from 1 to") as caught:
+@pytest.mark.parametrize(
+    ("variable", "least", "text"),
+    [
+        *(("GSPO_WORKSPACE_MIB", 1, text) for text in ("", "0", "-1", "1.5", "256 MiB")),
+        *(("GSPO_CACHE_MIB", 0, text) for text in ("many", str(2**43))),
+    ],
+)
+def test_a_bad_memory_limit_is_named(variable: str, least: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=f"{variable} must be an integer number of MiB from {least} to") as caught:
         linear_log_probs(**accepted(linear_log_probs, good_inputs()), backend="torch")
     assert repr(text) in str(caught.value)
 
@@ -479,12 +443,12 @@ def peft_head(prepare: Callable[[Any], Any] = lambda head: None, kind: str = "Lo
     return model["lm_head"]
 
 
-def saved_with_hook(of_the_wrapper: bool) -> Any:
+def saved_with_hook() -> Any:
     peft = pytest.importorskip("peft")
     model = nn.ModuleDict({"lm_head": linear(), "body": nn.Linear(H, H)})
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"]))
     wrapper = model.base_model.model["lm_head"]
-    add_hook(wrapper if of_the_wrapper else wrapper.modules_to_save["default"])
+    add_hook(wrapper.modules_to_save["default"])
     return wrapper
 
 
@@ -512,22 +476,8 @@ ADAPTERS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "merged-and-disabled": (lambda: peft_head(merge_and_disable), V_, "unmerged before", "still merged"),
     "ia3": (lambda: peft_head(kind="IA3Config", feedforward_modules=[]), T_, "LoRA", "ia3"),
     "adalora": (lambda: peft_head(kind="AdaLoraConfig", total_step=10), T_, "LoRA", "SVDLinear"),
-    "hook-on-the-wrapper": (lambda: peft_head(add_hook), T_, "nn.Linear", "hook"),
     "hook-on-lora-a": (lambda: peft_head(lambda head: add_hook(head.lora_A["default"])), T_, "nn.Linear", "hook"),
-    "hook-on-dropout": (
-        lambda: peft_head(lambda head: add_hook(head.lora_dropout["default"]), lora_dropout=0.1),
-        T_,
-        "nn.Linear",
-        "hook",
-    ),
-    "hook-on-modules-to-save": (lambda: saved_with_hook(True), T_, "nn.Linear", "hook"),
-    "hook-on-the-saved-module": (lambda: saved_with_hook(False), T_, "nn.Linear", "hook"),
-    "base-with-replaced-forward": (
-        lambda: peft_head(lambda head: replace_forward(head.base_layer)),
-        T_,
-        "nn.Linear",
-        "forward",
-    ),
+    "hook-on-modules-to-save": (saved_with_hook, T_, "nn.Linear", "hook"),
     "quantized-base": (lambda: peft_head(quantize), T_, "nn.Linear", "DoublingLinear with a custom forward"),
 }
 
@@ -632,8 +582,7 @@ def test_meta_tensors_pass_through() -> None:
     assert linear_log_probs(**inputs).log_probs.shape == (B, T)
 
 
-@pytest.mark.parametrize("text", ["yes", "2", "true"])
-def test_gspo_check_must_be_zero_or_one(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_CHECK", text)
-    with pytest.raises(ValueError, match=rf"GSPO_CHECK must be 0 or 1, got '{text}'"):
+def test_gspo_check_must_be_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_CHECK", "yes")
+    with pytest.raises(ValueError, match="GSPO_CHECK must be 0 or 1, got 'yes'"):
         policy_loss(torch.zeros(1, 2), torch.ones(1))

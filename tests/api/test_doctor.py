@@ -16,7 +16,6 @@ import pytest
 import tolerance
 import torch
 from helpers.readme import CONSTRAINTS
-from tolerance import LOSS_PER_ADVANTAGE, check_loss
 from typer.testing import CliRunner
 
 from gspo_kernels.backends import dispatch
@@ -29,7 +28,6 @@ from gspo_kernels.tools.doctor.checks import (
     DTYPES,
     check,
     error_ratio,
-    loss_error_ratio,
 )
 
 # Kernels are interpreted in this process, so the doctor checks the Triton backend on the CPU without --interpret.
@@ -67,14 +65,10 @@ def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_all_checks_pass_and_the_json_reports_it() -> None:
-    code, report = run_json()
+    code, report = run_process("--interpret")
     assert code == 0 and report["ok"] is True
     assert report["verdict"] == f"Good: all {len(report['checks'])} checks agree with float64."
-    assert set(report) == {"ok", "verdict", "versions", "packages", "devices", "checks", "remarks", "paragraph"}
-    assert report["versions"]["torch"] == torch.__version__
-    assert set(report["versions"]) >= {"gspo-kernels", "python", "cuda", "hip", "triton", "transformers", "trl", "verl"}
-    cpu = report["devices"][0]
-    assert cpu["name"] == "cpu" and cpu["auto"] == "torch" and "interpreted" in cpu["why"]
+    assert report["versions"]["torch"] == torch.__version__ and report["devices"][0]["auto"] == "torch"
     places = {(c["device"], c["backend"], c["dtype"]) for c in report["checks"]}
     assert places >= {("cpu", backend, dtype) for backend in ("torch", "triton") for dtype in DTYPES}
     for result in report["checks"]:
@@ -103,15 +97,10 @@ def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH_TO_A_SECRET", "secret")
     gpus = [diagnosis.Device(f"cuda:{i}", "NVIDIA H200, 140 GiB", "sm_90", "triton", "the kernels run") for i in (0, 1)]
     crashed = checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory.")
-    versions = {"torch": "2.13.0", "trl": None}
-    broken = diagnosis.Diagnosis(versions, [diagnosis.describe(CPU), *gpus], [crashed], ["a remark"])
-    assert broken.paragraph.startswith(
-        "torch 2.13.0. cuda:0, cuda:1: NVIDIA H200, 140 GiB, block shapes of sm_90; backend='auto' takes triton: the "
-        "kernels run. Environment: "
-    )
-    assert "GSPO_WORKSPACE_MIB=512" in broken.paragraph and "secret" not in broken.paragraph
-    assert broken.paragraph.endswith("triton on cuda:1 in bfloat16 crashed: OutOfResources: shared memory. a remark.")
-    assert diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], [], []).paragraph == ""  # no accelerator
+    broken = diagnosis.Diagnosis({"torch": "2.13.0"}, [diagnosis.describe(CPU), *gpus], [crashed], ["a remark"])
+    for text in ("torch 2.13.0. cuda:0, cuda:1: NVIDIA H200", "GSPO_WORKSPACE_MIB=512", "in bfloat16 crashed: OutOf"):
+        assert text in broken.paragraph
+    assert "secret" not in broken.paragraph and broken.paragraph.endswith("a remark.")
     monkeypatch.setattr(diagnosis, "diagnose", lambda *_: broken)
     assert run()[1].endswith(f"To report this machine in an issue, paste:\n\n{broken.paragraph}\n")
 
@@ -181,17 +170,6 @@ def test_the_doctor_has_the_tolerance_of_the_tests(dtype: torch.dtype) -> None:
     assert math.isnan(error_ratio(ours, same, truth, dtype))
 
 
-@pytest.mark.parametrize("truth", [0.0, 40.0])
-def test_the_doctor_has_the_tolerance_of_the_tests_for_losses(truth: float) -> None:
-    loss, advantages = torch.tensor(truth, dtype=torch.float64), torch.tensor([1.0, -3.0])
-    limit = LOSS_PER_ADVANTAGE * max(2.0, truth)
-    check_loss(loss + 0.9 * limit, loss, advantages)
-    with pytest.raises(AssertionError, match="loss off by"):
-        check_loss(loss + 1.1 * limit, loss, advantages)
-    for factor in (0.9, 1.1):
-        assert loss_error_ratio(loss + factor * limit, loss, advantages) == pytest.approx(factor, rel=1e-6)
-
-
 # -- wrong results
 
 
@@ -253,34 +231,14 @@ def test_non_finite_gradients_are_wrong_and_the_json_is_valid(monkeypatch: pytes
     assert code == 1 and "torch on cpu in float32: not finite: d_weight" in out
 
 
-def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> str:
-        raise OSError("no such driver")
-
-    monkeypatch.setattr(dispatch, "backend_variable", broken)
-    code, report = run_json()
-    assert code == 1 and report["verdict"] == "Do not train with this: backend='auto' fails on cpu."
-    assert report["devices"][0]["auto"] is None and report["devices"][0]["why"] == "OSError: no such driver"
-    assert {c["verdict"] for c in report["checks"]} == {"ok"}  # an explicit backend still runs
-
-
 # -- absent or broken packages and devices
-
-
-@pytest.mark.slow
-def test_a_missing_triton_is_reported() -> None:
-    code, report = run_process(before='sys.modules["triton"] = None')
-    assert code == 0 and report["ok"]
-    assert report["remarks"][0].startswith("Triton cannot be imported: ModuleNotFoundError")
-    assert report["devices"][0]["auto"] == "torch"
-    assert [(c["backend"], c["verdict"]) for c in report["checks"] if c["device"] == "cpu"] == [("torch", "ok")] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "verdict"),
     [
-        ("ImportError", 0, "ok"),
+        ("ModuleNotFoundError", 0, "ok"),
         ("RuntimeError", 1, "crashed"),  # torch's operators import Triton, and catch ImportError only
     ],
 )
@@ -330,15 +288,6 @@ def test_a_device_that_cannot_be_read_does_not_hide_the_others(monkeypatch: pyte
 
 
 # -- interpreted and compiled kernels
-
-
-@pytest.mark.slow
-def test_interpreted_kernels_are_checked_in_a_child_process() -> None:
-    code, report = run_process("--interpret")
-    assert code == 0 and report["ok"], report["verdict"]
-    of_triton = [c for c in report["checks"] if c["backend"] == "triton" and c["device"] == "cpu"]
-    assert [c["dtype"] for c in of_triton] == list(DTYPES)
-    assert all(c["verdict"] == "ok" and 0 < c["error_ratio"] <= 1 for c in of_triton)
 
 
 @pytest.mark.usefixtures("torch_alone")
@@ -408,13 +357,6 @@ def test_kernels_of_a_head_are_compiled_and_listed(compiler: list[list[str]]) ->
     code, out = run(*arguments)
     assert code == 0 and compiler == [["sm_90", "sm_100", (3584, 152_064)]]
     assert all(text in out for text in ("forward_tile", "168", "98304", "714", "16", "Good: all 1 kernels compile"))
-
-
-@pytest.mark.slow
-def test_kernels_of_a_head_that_the_blocks_do_not_divide_compile() -> None:
-    code, report = run_process("--compile", "--architecture", "sm_90", "--shape", "2880,201001")
-    assert code == 0, report["verdict"]
-    assert {row["kernel"] for row in report["rows"]} >= {"forward_tile", "hidden_product"}
 
 
 def test_without_triton_nothing_compiles() -> None:

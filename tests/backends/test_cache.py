@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.counters import product_flops
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, on_device
+from helpers.head_rows import NEEDS
 from helpers.marks import slow
 from helpers.oracle import DTYPES
 from helpers.random_heads import assert_law, by_torch, random_head, random_upstream
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from gspo_kernels import Objective, metrics
 from gspo_kernels.backends import dispatch
-from gspo_kernels.backends.rows import Kept
+from gspo_kernels.backends.rows import Cache, Kept
 from gspo_kernels.backends.triton import backward, gradient_rows
 from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.inputs import head as inputs
 from gspo_kernels.ops.head import linear_log_probs_op
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -115,8 +116,6 @@ def test_a_cached_backward_in_many_parts_has_the_gradients_of_one(
     budget: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many parts are several chunks of rows and slabs of columns. The cache holds some of their rows."""
-    from gspo_kernels.inputs import head as inputs
-
     head = random_head(420, 24, 601, torch.float32, std=6.0)
     options: dict[str, Any] = dict(mask=head.mask, gradient_budget=budget, backend=backend)
     hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
@@ -140,11 +139,12 @@ def test_a_captured_backward_uses_the_cache(dtype: str, monkeypatch: pytest.Monk
     kernels: Any = dispatch.implementation("triton")
     d = torch.where(head.mask & (torch.arange(300) % 3 != 0), torch.linspace(-1, 1, 300), 0)
     head.hidden[d == 0] = torch.nan
-    result, of_forward = kernels.forward_and_keep(head, cache=cache_of(kernels, head, 140 * 512 * head.hidden.itemsize))
-    expected = kernels.head_backward(head, result, d, None, needs_both(), None, of_forward)
+    cache = Cache(kernels.cache_rows(head, 140 * 512 * head.hidden.itemsize), head.mask)
+    result, of_forward = kernels.forward_and_keep(head, cache=cache)
+    expected = kernels.head_backward(head, result, d, None, NEEDS, None, of_forward)
     for module in (gradient_rows, backward):
         monkeypatch.setattr(module, "may_read", lambda x: False)
-    captured = kernels.head_backward(head, result, d, None, needs_both(), None, of_forward)
+    captured = kernels.head_backward(head, result, d, None, NEEDS, None, of_forward)
     for ours, eager in zip(captured[:2], expected[:2], strict=True):
         assert eager.isfinite().all() and (ours - eager).float().norm() <= 1e-2 * eager.float().norm()
 
@@ -208,28 +208,6 @@ def test_the_cache_is_free_after_the_backward_and_absent_without_autograd(
     assert [x.exponentials.numel() for x in found] == [0, 0]
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(0, 4.0), (24, 3.625), (64, 3.0)])
-def test_passes_with_a_cache_equal_the_counted_products(rows: int, expected: float) -> None:
-    """Products are counted at PyTorch's dispatcher. All tiles are full, so the count includes no padding."""
-    n, width, vocab = 64, 24, 48
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(n, width, generator=rng, requires_grad=True)
-    weight = torch.randn(vocab, width, generator=rng, requires_grad=True)
-    ids = torch.randint(0, vocab, (n,), generator=rng)
-    cache_mib = rows * vocab * 4 / 2**20
-
-    def both_passes() -> None:
-        kernels: Any = dispatch.implementation("torch")
-        head = head_rows_of(hidden, weight, ids)
-        result, of_forward = kernels.forward_and_keep(head, False, cache_of(kernels, head, int(cache_mib * 2**20)))
-        kernels.head_backward(head, result, torch.ones(n), None, needs_both(), None, of_forward)
-
-    with small_tiles(8, 24):
-        assert product_flops(both_passes) / (2 * n * width * vocab) == expected
-        linear_log_probs(hidden, weight, ids, cache_mib=cache_mib, backend="torch").log_probs.sum().backward()
-    assert metrics.last_backward()["passes"] == expected
-
-
 def test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward(backend: str) -> None:
     """The last row block has only one row. With all rows in the cache, no logits are recomputed."""
     head = random_head(65, 24, 48, torch.float32)
@@ -240,27 +218,6 @@ def test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward(b
             linear_log_probs(hidden, weight, head.target_ids.clamp(min=0), **options).log_probs.sum().backward()
         assert metrics.last_backward()["dropped_gradient_mass"] == 0
         assert metrics.last_backward()["passes"].item() == pytest.approx(passes, rel=FLOAT64_RELATIVE)
-
-
-def head_rows_of(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
-    from gspo_kernels.backends.rows import HeadRows
-
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    vocab = weight.shape[0]
-    return HeadRows(hidden.detach(), weight.detach(), None, None, None, ids, mask, None, 1.0, None, vocab, False)
-
-
-def cache_of(kernels: Any, head: Any, size: int) -> Any:
-    from gspo_kernels.backends.rows import Cache
-
-    rows = kernels.cache_rows(head, size)
-    return Cache(rows, head.mask) if rows else None
-
-
-def needs_both() -> Any:
-    from gspo_kernels.backends.rows import NeedsGradient
-
-    return NeedsGradient(True, True, False, False, False)
 
 
 @on_device
@@ -329,43 +286,6 @@ def test_a_budget_refuses_a_gradient_of_the_entropies(backend: str) -> None:
     (out.log_probs + out.entropy.detach()).sum().backward(retain_graph=True)
     with pytest.raises(ValueError, match=r"gradient_budget must be 0 if the entropies have a gradient.*got 0\.1"):
         out.entropy.sum().backward()
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("cache_mib", -1, ValueError),
-        ("cache_mib", float("nan"), ValueError),
-        ("cache_mib", float("inf"), ValueError),
-        ("cache_mib", "64", TypeError),
-        ("cache_mib", True, TypeError),
-        ("gradient_budget", 1.0, ValueError),
-        ("gradient_budget", -0.1, ValueError),
-        ("gradient_budget", None, TypeError),
-    ],
-)
-def test_bad_values_are_refused(name: str, value: Any, error: type[Exception], backend: str) -> None:
-    sample = make_sample(3, lengths=(4, 3))
-    arguments: dict[str, Any] = {"mask": sample.options["mask"], "backend": backend, name: value}
-    with pytest.raises(error, match=f"linear_log_probs: {name} must be a number"):
-        linear_log_probs(*sample.leaves.values(), sample.target_ids, **arguments)
-
-
-def test_the_environment_variable_sets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = make_sample(3, lengths=(4, 3))
-    found = record_kept("torch", monkeypatch)
-    monkeypatch.setenv("GSPO_CACHE_MIB", "2")
-    mask = sample.options["mask"]
-    for options, rows in (({}, 14), ({"cache_mib": 0}, 0)):
-        linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch", **options)
-        assert len(found[-1].exponentials) == min(rows, mask.numel())
-    monkeypatch.setenv("GSPO_CACHE_MIB", str(2**43))
-    with pytest.raises(ValueError, match=r"GSPO_CACHE_MIB must be an integer .* to 1099511627776, got '8796093022208'"):
-        linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch")
-    monkeypatch.setenv("GSPO_CACHE_MIB", "many")
-    with pytest.raises(ValueError, match=r"GSPO_CACHE_MIB must be an integer .* from 0 to \d+, got 'many'"):
-        linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch")
 
 
 def test_the_backward_uses_the_workspace_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:

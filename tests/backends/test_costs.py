@@ -1,29 +1,18 @@
-"""Check the counts of `helpers/costs.py` (products, bytes, launches, kernels) against the golden file and formulas.
+"""Check the counts of `faults/costs.py` (products, bytes, launches, kernels) against the golden file and formulas.
 
-If a count changed for a reason, `PYTHONPATH=tests python -m helpers.costs --write` rewrites the golden file. Read the
+If a count changed for a reason, `PYTHONPATH=tests python -m faults.costs --write` rewrites the golden file. Read the
 difference before you commit it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import costs
-from torch import Tensor
+from faults import costs
 
-from gspo_kernels.backends.torch import backward, forward
-from gspo_kernels.backends.triton import sequence
-from gspo_kernels.ops import loss as operators
-
-ROOT = Path(__file__).parent.parent.parent
 GOLDEN = json.loads(costs.GOLDEN.read_text())
 MIB = 2**20
 # situation -> (share of the tokens that have a gradient, matrix products of the backward for each of these tokens).
@@ -111,92 +100,3 @@ def test_bytes_and_compiled_kernels_at_real_sizes_are_those_of_the_golden_file()
         assert gradients < counts["real sizes"][name]["peak bytes"] <= limit
     one_batch, six_batches = counts["compiled kernels, by batches"].values()
     assert one_batch == six_batches
-
-
-def test_the_golden_file_has_every_situation_and_no_other() -> None:
-    assert set(GOLDEN["work"]) == set(costs.SITUATIONS) == set(WORK)
-    assert set(GOLDEN["launches"]) == set(costs.LAUNCHING)
-    assert set(GOLDEN["real sizes"]) == set(costs.REAL)
-
-
-# -- faults that must change a count
-
-
-def multiply_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = forward.Tiles
-    monkeypatch.setattr(forward, "Tiles", lambda head, index: tiles(head, torch.arange(len(head.hidden))))
-
-
-def multiply_rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = operators.multiply_no_nan
-    monkeypatch.setattr(operators, "multiply_no_nan", lambda coefficient, d_loss: exact(coefficient, d_loss) + 1e-30)
-
-
-def keep_gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    d_logits = backward.LogitGradients.d_logits
-    kept = []
-
-    def leaking(*args: Any) -> Tensor:
-        kept.append(d_logits(*args))
-        return kept[-1]
-
-    monkeypatch.setattr(backward.LogitGradients, "d_logits", leaking)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("situation", "fault", "count"),
-    [
-        ("half prompt", multiply_masked_rows, "multiply-adds"),
-        ("rl-like", multiply_rows_without_gradient, "multiply-adds"),
-        ("dense", keep_gradient_tiles, "peak bytes"),
-    ],
-)
-def test_a_more_expensive_step_changes_a_count(
-    situation: str, fault: Callable[[pytest.MonkeyPatch], None], count: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good = costs.work(**costs.SITUATIONS[situation])
-    fault(monkeypatch)
-    bad = costs.work(**costs.SITUATIONS[situation])
-    assert bad["passes"] == good["passes"]  # this reported metric does not show the extra cost
-    assert any(line.startswith(f"{count}: ") for line in costs.differences(bad, good))
-    assert bad[count] > good[count]
-
-
-@IGNORE_LOG_OF_ZERO
-def test_one_more_launch_changes_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = sequence.launch
-
-    def launch_twice(kernel: Any, *args: Any, **arguments: Any) -> None:
-        launch(kernel, *args, **arguments)
-        if kernel is sequence.finish:
-            launch(kernel, *args, **arguments)
-
-    monkeypatch.setattr(sequence, "launch", launch_twice)
-    counts = {"4 x 8": costs.launched("forward only", 4, 8)}
-    golden = {"4 x 8": GOLDEN["launches"]["forward only"]["4 x 8"]}
-    assert costs.differences(counts, golden) == ["4 x 8 | finish: 2, was 1"]
-
-
-@pytest.mark.slow
-def test_a_kernel_compiled_anew_for_every_batch_changes_a_count() -> None:
-    code = """
-import json
-from helpers import costs
-from gspo_kernels.backends.triton import gradient_tile
-for parameter in gradient_tile.gradient_tile.params:
-    parameter.do_not_specialize = False
-print(json.dumps([costs.variants(1), costs.variants(2)]))
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(costs.TESTS)
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    one_batch, two_batches = json.loads(run.stdout)
-    assert one_batch["forward_tile"] == two_batches["forward_tile"]
-    assert one_batch["gradient_tile"] < two_batches["gradient_tile"]
-
-
-def test_differences_name_new_and_missing_counts() -> None:
-    changed = costs.differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}})
-    assert changed == ["a | d: absent, was 3", "a | c: 2, was absent"]

@@ -8,25 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.counters import LiveBytes
-from helpers.head_rows import NEEDS, head_rows
+from helpers.head_rows import head_rows
 from helpers.marks import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gspo_kernels import gspo_fused_loss, linear_log_probs, memory, metrics
-from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends import workspace
-from gspo_kernels.backends.rows import Cache
-from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.integrations.backwards import BackwardSettings
-from gspo_kernels.tools.doctor import compile_cases as cases
 from gspo_kernels.validation import Checks
 
 MIB = 2**20
 CALL = Checks("test")
 H100, H200 = 85_017_624_576, 150_110_011_392  # total memory in bytes
-TABLES = [name for name in tuning.ARCHITECTURES if name not in tuning.SAME_AS]
 
 
 @pytest.fixture(autouse=True)
@@ -90,28 +84,6 @@ def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatc
     assert seen == [hidden.device] * 2
     with torch.no_grad():
         assert gspo_fused_loss(hidden, weight, ids, advantages, **options).metrics["passes"] == 1
-
-
-@pytest.mark.parametrize("gpu_memory", [24 * 2**30, H100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("n", "h", "v"), [(8192, 4096, 151_936), (512, 2304, 256_000), (32_768, 896, 32_000)])
-@pytest.mark.parametrize("architecture", TABLES)
-def test_memory_with_the_default_is_within_the_formula(
-    architecture: str, n: int, h: int, v: int, dtype: torch.dtype, gpu_memory: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Count the bytes of a step on meta tensors, with every table of block shapes."""
-    see_gpus(monkeypatch, gpu_memory)
-    if architecture.startswith("gfx"):
-        monkeypatch.setattr(torch.version, "hip", "7.0")
-    size = cache_limit(CALL, None, torch.device("cuda"))
-    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
-    with tuning.assume(architecture), LiveBytes() as live:
-        rows = triton_backend.cache_rows(head, size)
-        result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask))
-        triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS, kept=kept)
-        bound = memory.bound(head, "triton", size)
-    assert rows > 0 and kept.exponentials.nbytes <= size
-    assert bound.gradients + kept.exponentials.nbytes <= live.peak <= bound.total
 
 
 def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:

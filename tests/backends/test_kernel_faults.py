@@ -1,6 +1,6 @@
-"""Detect kernel faults that other tests miss: blocks of sequences, strides, far offsets, alignment, a barrier.
+"""Detect kernel faults that other tests miss: blocks of sequences, far offsets, alignment, a barrier.
 
-`repo/test_mutations.py` seeds each fault and runs the test that must fail on it.
+`faults/test_faults.py` seeds each fault and runs the test that must fail on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gspo_kernels.backends.rows import LiveTiles
 from gspo_kernels.backends.triton import logit_tile, sequence, tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
 
-# -- batches larger than a block, and non-contiguous tensors
+# -- metrics
 
 
 def test_metrics_combine_several_blocks_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,35 +51,15 @@ def test_metrics_combine_several_blocks_of_sequences(backend: str, monkeypatch: 
         torch.testing.assert_close(out.metrics[name], value, rtol=FLOAT64_RELATIVE, atol=0, msg=name)
 
 
-def test_packed_tensors_may_be_non_contiguous(backend: str) -> None:
-    rng = torch.Generator().manual_seed(0)
-    rows = -torch.rand(5, 24, generator=rng)
-    rows[4] = 1 + rows[4]
-    mask = torch.rand(24, generator=rng) > 0.3
-    objective = Objective(ratio="token", kl_coef=0.1, entropy_coef=0.01, clip_low=0.2, clip_high=0.2)
-
-    def run(copy: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        lp, old, ref, entropy, weights = (copy(x) for x in rows)
-        lp = lp.requires_grad_()
-        out = policy_loss(
-            lp,
-            copy(rows[1] + 0.5),
-            mask=copy(mask),
-            cu_seqlens=torch.tensor([0, 7, 24]),
-            old_log_probs=old,
-            ref_log_probs=ref,
-            entropy=-entropy,
-            token_weights=weights,
-            objective=objective,
-            backend=backend,
-        )
-        return out.loss, torch.autograd.grad(out.loss, lp)[0]
-
-    contiguous, strided = (
-        run(torch.clone),
-        run(lambda x: torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], 1)[:, 0]),
-    )
-    assert torch.equal(contiguous[0], strided[0]) and torch.equal(contiguous[1], strided[1])
+def test_a_sequence_that_is_clipped_at_both_bounds_counts_once(backend: str) -> None:
+    old = torch.full((2, 3), -1.0)
+    log_probs = old + torch.tensor([[0.1, -0.1, 0.0], [0.0, 0.0, 0.0]])
+    advantages = torch.tensor([[1.0, -1.0, 1.0], [1.0, -1.0, 1.0]])
+    objective = Objective(ratio="token", clip_low=0.05, clip_high=0.05)
+    metrics = policy_loss(log_probs, advantages, old_log_probs=old, objective=objective, backend=backend).metrics
+    for end, share in (("", 1 / 3), ("_low", 1 / 6), ("_high", 1 / 6)):
+        assert metrics[f"clip_fraction{end}"] == 0.5
+        assert metrics[f"token_clip_fraction{end}"].item() == pytest.approx(share)
 
 
 # -- offsets past 2^31

@@ -1,39 +1,36 @@
-"""Test the Triton backend: block shapes, memory, offsets past 2^31, compiled variants, backend selection."""
+"""Test the Triton backend: block shapes, offsets past 2^31, backend selection."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.counters import LiveBytes
 from helpers.device import DEVICE, on_device, policy_loss, to_device
 from helpers.head_rows import NEEDS, head_rows
 from helpers.marks import slow
-from helpers.oracle import DTYPES, HEADS, OBJECTIVES, assert_equals_oracle
+from helpers.oracle import DTYPES, HEADS, assert_equals_oracle
 from helpers.relaunch import relaunch
-from helpers.samples import make_sample, run_fused
-from tolerance import EQUAL_TOKENS_ABSOLUTE, EQUAL_TOKENS_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE
+from helpers.samples import make_sample
+from tolerance import EQUAL_TOKENS_ABSOLUTE, EQUAL_TOKENS_RELATIVE
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from gspo_kernels import Objective, memory
+from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
-from gspo_kernels.backends.rows import Cache, HeadResult, HeadRows, NeedsGradient
-from gspo_kernels.backends.triton import forward, gradient_rows, slabs, tuning
+from gspo_kernels.backends.rows import HeadResult, HeadRows, NeedsGradient
+from gspo_kernels.backends.triton import forward, gradient_rows, logit_tile, slabs, tuning
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.ops.head import all_columns, head_backward_op
+from gspo_kernels.validation import TensorChecks
 
 # -- block shapes of every architecture
 
 FAST = ("sm_90", "gfx942")
-ARCHITECTURES = [x if x in FAST else slow(x) for x in tuning.ARCHITECTURES]
+ARCHITECTURES = [x if x in FAST else slow(x) for x in tuning.ARCHITECTURES if x not in tuning.SAME_AS]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", slow("fp16")])
@@ -68,38 +65,32 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **changes: Any) -> tuple[He
 
 
 @on_device
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_gradients_of_many_chunks_and_slabs_equal_those_of_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace holds only a few rows and columns at a time, so there are several chunks and slabs."""
-    head, result, d = head_and_upstream(700, 2000)
-    head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
-    at_once = triton_backend.head_backward(head, result, d, None, NEEDS)
-    head = head._replace(workspace=2**17)
-    monkeypatch.setattr(slabs, "_ROWS_AT_ONCE", 64)
-    with launches() as seen:
-        chunked = triton_backend.head_backward(head, result, d, None, NEEDS)
-    tiles = [x for x in seen if x.kernel.__name__ == "gradient_tile"]
-    assert len({x.arguments["low"] for x in tiles}) >= 3 and len(tiles) >= 3 * len({x.arguments["low"] for x in tiles})
-    for a, b in zip(at_once[:2], chunked[:2], strict=True):
-        assert a is not None and b is not None and a.dtype == b.dtype == DTYPES[dtype]
-        torch.testing.assert_close(b, a)
-
-
-@on_device
-def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "adapted"), [("fp32", True), slow("fp32", False), slow("bf16", False), slow("fp16", True)]
+)
+def test_gradients_of_many_chunks_and_slabs_equal_those_of_one(
+    dtype: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workspace holds only a few rows and columns at a time. `adapted`: the head has a bias and an adapter."""
+    n, v = 300, 1201
     rng = torch.Generator().manual_seed(1)
-    adapter: dict[str, Any] = dict(
-        adapter_hidden=torch.randn(300, 3, generator=rng), adapter_weight=torch.randn(601, 3, generator=rng)
+    terms: dict[str, Any] = dict(
+        bias=torch.randn(v, generator=rng).to(DTYPES[dtype]),
+        adapter_hidden=torch.randn(n, 3, generator=rng),
+        adapter_weight=torch.randn(v, 3, generator=rng).to(DTYPES[dtype]),
     )
-    head, result, d = head_and_upstream(300, 601, bias=torch.randn(601, generator=rng), **adapter)
-    needs = NeedsGradient(*[True] * 5)
+    head, result, d = head_and_upstream(n, v, **(terms if adapted else {}))
+    head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
+    needs = NeedsGradient(*[True] * 5) if adapted else NEEDS
     at_once = triton_backend.head_backward(head, result, d, None, needs)
     head = head._replace(workspace=2**17)
     monkeypatch.setattr(slabs, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
         chunked = triton_backend.head_backward(head, result, d, None, needs)
-    assert len({x.arguments["index"].data_ptr() for x in seen}) >= 2
+    parts = {
+        (x.arguments["low"], x.arguments["index"].data_ptr()) for x in seen if x.kernel.__name__ == "gradient_tile"
+    }
+    assert all(len(set(part)) >= 2 for part in zip(*parts, strict=True)), "several slabs, and several chunks"
     torch.testing.assert_close(chunked, at_once)
 
 
@@ -116,28 +107,6 @@ def test_a_row_with_only_an_entropy_gradient_is_computed() -> None:
 
 
 @on_device
-def test_a_backward_without_host_reads_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without host reads, as under CUDA graph capture, the kernels compute all rows. Masked rows are 0, even if NaN."""
-    head, result, d = head_and_upstream(300, 601)
-    hidden = head.hidden.clone()
-    hidden[~head.mask] = torch.nan
-    expected = triton_backend.head_backward(head, result, d, None, NEEDS)
-    monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
-    monkeypatch.setattr(torch.Tensor, "nonzero", None)
-    gradients = triton_backend.head_backward(head._replace(hidden=hidden), result, d, None, NEEDS)
-    for a, b in zip(expected[:2], gradients[:2], strict=True):
-        torch.testing.assert_close(b, a)
-
-
-@on_device
-def test_two_runs_have_the_same_bits() -> None:
-    sample = make_sample(4, dtype=torch.bfloat16, vocab=601)
-    (a, grads_a), (b, grads_b) = run_fused(sample, "triton"), run_fused(sample, "triton")
-    assert torch.equal(a.loss, b.loss)
-    assert all(torch.equal(grads_a[k], grads_b[k]) for k in grads_a)
-
-
-@on_device
 def test_masked_rows_are_not_computed() -> None:
     """The kernels are launched for unmasked rows, and in the backward for rows with a gradient."""
     head, _, d = head_and_upstream(300, 601)
@@ -149,72 +118,6 @@ def test_masked_rows_are_not_computed() -> None:
     assert forward.arguments["n_unmasked"].item() == int(head.mask.sum()) < 300
     assert gradient.arguments["n_rows"] == int((head.mask & (d != 0)).sum())
     assert torch.equal(gradient.arguments["index"], (head.mask & (d != 0)).nonzero()[:, 0])
-
-
-# -- memory, counted with meta tensors of real sizes
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("cache", [slow(0.0), 0.4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)])
-@pytest.mark.parametrize(
-    ("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 4096, 32_000), (8192, 4096, 151_936), (512, 2304, 256_000)]
-)
-def test_peak_memory_is_within_the_formula(
-    n: int, h: int, v: int, dtype: torch.dtype, cache: float, entropy: bool
-) -> None:
-    """The formula of docs/limits.md and of `gspo doctor --memory`. `cache`: share of the exponentials that fit."""
-    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v, entropy=entropy)
-    size = dtype.itemsize
-    with tuning.assume("sm_90"), LiveBytes() as live:
-        cache_bytes = int(cache * n * v * size * 1.01)
-        rows = triton_backend.cache_rows(head, cache_bytes)
-        result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask) if rows else None)
-        forward, live.peak = live.peak, live.now
-        d_entropy = torch.empty_like(result.entropy) if entropy else None
-        d = torch.empty_like(result.log_probs)
-        out = triton_backend.head_backward(head, result, d, d_entropy, NEEDS, kept=kept)
-        bound = memory.bound(head, "triton", cache_bytes)
-        tiles = -(-v // tuning.tile_config(head, "forward").block_v)
-    gradients, sums = (n + v) * h * size, n * h * (4 - size)
-    limit = gradients + sums + 4 * n * tiles * (2 if entropy else 1) + 256 * 2**20 + cache_bytes
-    assert limit == bound.total
-    assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
-    assert live.peak >= gradients + rows * v * size  # the counter sees at least the gradients and the cache
-    if not cache:  # no tensor [N, V]
-        assert max(forward, live.peak) < size * n * v / 4 + gradients + 2 * n * h + 256 * 2**20
-    assert out[0] is not None
-
-
-@pytest.mark.parametrize(("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936)])
-def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -> None:
-    """Measure the choice of cells, and then a backward with a list of all cells."""
-    head = cases.meta_head(rows=n, width=h, vocab=v)
-    with tuning.assume("sm_90"), LiveBytes() as live:
-        result, kept = triton_backend.forward_and_keep(head, shares=True)
-        cell = triton_backend.cell_shape(head)
-        assert cell is not None
-        triton_backend.choose(head, result, result.log_probs, kept, cell, 1e-3)
-        forward = live.peak
-        columns = kept.share.shape[0]
-        del result, kept
-        live.peak = live.now
-        cases.backward_of_cells(head, all_cells=True)
-    gradients = 2 * n * h + 2 * v * h
-    limit = gradients + 4 * n * columns + 2 * n * h + 256 * 2**20
-    assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
-    assert live.peak >= gradients
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_memory_respects_a_small_workspace(dtype: torch.dtype) -> None:
-    n, h, v = 2048, 64, 16_384
-    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)._replace(workspace=2**20)
-    with tuning.assume("sm_90"), LiveBytes() as live:
-        result = triton_backend.head_forward(head)
-        triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
-    assert live.peak <= head.hidden.nbytes * 2 + head.weight.nbytes + 8 * n * (v // 128) + 2**20
-    assert live.peak < n * v  # bytes: a quarter of all logits in fp32
 
 
 # -- offsets past 2^31
@@ -282,46 +185,6 @@ def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
     assert torch.equal(partial["tile_mass"][:, :unmasked], kept.share[:, :unmasked])
 
 
-# -- compiled variants
-
-VARIANTS = """
-import json, random, torch
-from gspo_kernels import Objective
-from gspo_kernels.backends.triton import tuning
-from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor.binding import specialise
-random.seed(0)
-variants = {}
-with tuning.assume("sm_90"), launches() as seen:
-    for _ in range(100):
-        rows = random.choice([1, 2, 3, 16, 17, random.randrange(1, 200_000)])
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            heat = random.random() < 0.5
-            head = cases.meta_head(dtype=dtype, rows=rows, width=512, vocab=8192, temperature=heat)
-            cases.forward_and_backward(head._replace(logit_scale=random.random()))
-        objective = Objective(
-            clip_low=random.random(), clip_high=random.random(), dual_clip=random.choice([None, 2 + random.random()])
-        )
-        cases.loss(objective, torch.float32, rows, random.randrange(1, 64))
-for x in seen:
-    operand = x.arguments.get("hidden", x.arguments.get("log_probs", x.arguments.get("partials")))
-    kind = str(getattr(operand, "dtype", getattr(getattr(operand, "base", None), "dtype", None)))
-    variants.setdefault(f"{x.kernel.__name__} {kind}", set()).add(specialise(x) + str(x.config))
-print(json.dumps({k: len(v) for k, v in variants.items()}))
-"""
-
-
-@pytest.mark.slow
-def test_few_kernel_variants_are_compiled_for_all_batches() -> None:
-    """100 random batch sizes, temperatures and clip bounds need at most 2 variants per kernel and dtype."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    counts = json.loads(run.stdout)
-    assert counts and {k: n for k, n in counts.items() if n > 2} == {}
-
-
 def test_nested_recordings_see_every_launch() -> None:
     head = head_rows(5, 24, 70)
     with launches() as outer:
@@ -366,9 +229,16 @@ def test_rocm_devices_select_their_block_shapes(name: str, row: str | None, monk
     assert tuning.architecture(torch.device("cuda")) == row
 
 
-def test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gspo_kernels.validation import TensorChecks
+def test_interpreted_kernels_have_the_block_shapes_of_an_h200() -> None:
+    assert tuning.architecture(torch.device("cpu")) == "sm_90"
 
+
+def test_kernels_that_are_not_interpreted_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_tile, "INTERPRETED", False)
+    assert "TRITON_INTERPRET=1" in (dispatch._triton_obstacle.__wrapped__(torch.device("cpu")) or "")
+
+
+def test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     call = TensorChecks("test")
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
     assert dispatch.pick_backend(call, "auto", torch.device("cuda")) == "triton"
@@ -381,27 +251,9 @@ def test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.Mon
     assert dispatch.implementation("torch") is torch_backend
 
 
-@pytest.mark.slow
-def test_triton_on_a_cpu_without_the_interpreter_is_refused() -> None:
-    code = """
-import torch, gspo_kernels
-try:
-    gspo_kernels.policy_loss(torch.zeros(1, 2), torch.ones(1), backend="triton")
-except ValueError as error:
-    print(error)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "backend" in run.stdout and "on cpu" in run.stdout and "TRITON_INTERPRET=1" in run.stdout
-
-
 @pytest.mark.parametrize("operand", ["hidden", "weight"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(operand: str, backend: str) -> None:
-    from torch._subclasses import FakeTensorMode
-
-    from gspo_kernels.ops.head import all_columns, head_backward_op
-
     head = head_rows(20, 24, 70)
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
     result, kept = dispatch.implementation(backend).forward_and_keep(head)
@@ -433,14 +285,7 @@ def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], pea
     torch.testing.assert_close(d_hidden, truth)
 
 
-@on_device
-def test_an_infinite_target_logit_has_a_nan_log_prob(backend: str) -> None:
-    head = head_rows(2, 1, 3, hidden=torch.ones(2, 1), weight=torch.tensor([[0.0], [1.0], [torch.inf]]))
-    head = head._replace(target_ids=torch.tensor([2, 1], device=DEVICE))
-    assert dispatch.implementation(backend).head_forward(head).log_probs.isnan().all()
-
-
-# -- further faults in kernels, seeded by test_mutations.py
+# -- further faults in kernels, seeded by faults/test_faults.py
 
 
 def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,26 +328,18 @@ def test_sums_over_several_chains_of_hidden_elements_are_complete() -> None:
 
 
 @on_device
-def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
-    head = head_rows(200, 64, 601, entropy=True)
-    head = head._replace(hidden=head.hidden.bfloat16(), weight=head.weight.bfloat16())
-    full = triton_backend.head_forward(head)
-    for rows in (slice(9, 10), slice(60, 150)):
-        subset = head._replace(hidden=head.hidden[rows], target_ids=head.target_ids[rows], mask=head.mask[rows])
-        assert all(torch.equal(a, b[rows]) for a, b in zip(triton_backend.head_forward(subset), full, strict=True))
-
-
-@on_device
 def test_nan_rows_without_a_gradient_stay_zero_without_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, _, d = head_and_upstream(40, 100)
-    no_gradient = head.mask & (d == 0)
-    head.hidden[no_gradient] = torch.nan
+    """Without host reads, as during the capture of a CUDA graph, the kernels compute all rows, even masked ones."""
+    head, _, d = head_and_upstream(300, 601)
+    head.hidden[d == 0] = torch.nan
     result = triton_backend.head_forward(head)
-    assert result.log_probs[no_gradient].isnan().all() and no_gradient.any()
+    assert result.log_probs[head.mask & (d == 0)].isnan().any()
     expected = triton_backend.head_backward(head, result, d, None, NEEDS)
     monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
+    monkeypatch.setattr(torch.Tensor, "nonzero", None)
     gradients = triton_backend.head_backward(head, result, d, None, NEEDS)
     torch.testing.assert_close(gradients[:2], expected[:2])
+    assert expected.hidden is not None and expected.hidden.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -521,37 +358,6 @@ def test_rows_are_scattered_in_place(share: float, dtype: str) -> None:
         boost=None,
     )
     assert torch.equal(gradient_rows.scatter_in_place(sums, rows, 4), expected)
-
-
-@on_device
-@pytest.mark.parametrize("name", ["gspo", "grpo", "everything"])
-@pytest.mark.parametrize("has_nan", [False, True])
-def test_metrics_equal_those_of_the_torch_backend(name: str, has_nan: bool) -> None:
-    """The batch has more tokens than a block, an empty sequence, and optionally a NaN that ratio metrics must keep."""
-    rng = torch.Generator().manual_seed(0)
-    lp, old, ref, entropy = (-torch.rand(5, 700, generator=rng) for _ in range(4))
-    mask = torch.rand(5, 700, generator=rng) > 0.3
-    mask[2] = False
-    if has_nan:
-        mask[1, 0], old[1, 0] = True, torch.nan
-    ours, expected = (
-        policy_loss(
-            lp,
-            torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0]),
-            mask=mask,
-            old_log_probs=old,
-            ref_log_probs=ref,
-            entropy=-entropy,
-            objective=Objective(**OBJECTIVES[name]),
-            backend=backend,
-        ).metrics
-        for backend in ("triton", "torch")
-    )
-    assert expected["ratio_min"].isnan() == has_nan
-    for key, value in expected.items():
-        torch.testing.assert_close(
-            ours[key], value, rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE, equal_nan=True, msg=key
-        )
 
 
 @on_device
@@ -578,9 +384,3 @@ def test_sums_of_equal_tokens_are_exact(backend: str) -> None:
     torch.testing.assert_close(out.metrics["kl"].double(), kl.mean(), **exact)
     torch.testing.assert_close(out.metrics["kl_to_old"].double(), -wide.mean(), **exact)
     torch.testing.assert_close(out.metrics["entropy"].double(), torch.tensor(0.7).double(), **exact)
-
-
-def test_empty_sequences_are_not_in_the_default_normalizer(backend: str) -> None:
-    mask = torch.tensor([[True, True], [False, False], [True, False]])
-    out = policy_loss(torch.zeros(3, 2), torch.tensor([1.0, 1.0, 2.0]), mask=mask, backend=backend)
-    assert out.loss.item() == -1.5  # on-policy: minus the mean advantage of the other two

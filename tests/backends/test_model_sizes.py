@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from helpers.oracle import DTYPES
 from helpers.random_heads import (
     OPTIONS,
@@ -41,7 +42,7 @@ from gspo_kernels.ops.head import linear_log_probs_op
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device", "cached_memory_is_returned")]
 
-TRAINED = ("bf16", "fp16", "fp32")
+TRAINED = ("bf16", "fp16", "fp32") if DEVICE.type == "cuda" else ("bf16",)
 MODEL = (SIZES.rows, SIZES.width, SIZES.vocab)
 WIDE = (SIZES.rows, SIZES.wide, SIZES.vocab)
 HEADS = [
@@ -191,14 +192,6 @@ def test_a_gradient_budget_is_respected_and_reproducible(budget: float, dtype: s
 
 
 # -- the same bits
-
-
-@pytest.mark.parametrize("dtype", TRAINED)
-def test_two_runs_have_the_same_bits(dtype: str) -> None:
-    head = random_head(SIZES.batch // 4, dtype=DTYPES[dtype], entropy=True)
-    upstream = random_upstream(head)
-    first, second = by_kernels(head, upstream), by_kernels(head, upstream)
-    assert_same_bits(first.values(), second.values())
 
 
 @pytest.mark.parametrize("dtype", TRAINED)

@@ -59,23 +59,6 @@ def test_the_device_need_not_have_an_index(monkeypatch: pytest.MonkeyPatch) -> N
     assert made_current == [1]
 
 
-def test_trl_with_an_fp32_head_has_fp32_errors_in_bf16() -> None:
-    if ALL["TRL fused head"].absent(SMALL.head, torch.bfloat16, CPU):
-        pytest.skip("needs trl")
-    w = workloads.make(SMALL._replace(dtype="bfloat16"))
-    rows = w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), None
-    exact = candidates.full_log_probs(w.hidden.flatten(0, 1).double(), w.weight.double(), *rows[2:], torch.float64)
-    errors = [(ALL[n].log_probs(*rows) - exact).abs().max() for n in ("TRL cast_lm_head_to_fp32", "TRL fused head")]
-    assert errors[0] < 1e-5 < 1e-3 < errors[1]
-
-
-def test_a_gradient_budget_increases_the_measured_error() -> None:
-    w = workloads.make(Spec(Head(256, 16_000), 512, "rl-like"))
-    true = truth.truth(w)
-    exact, dropped = (truth.errors(ALL[n].step(w, ALL[n].old(w)), true) for n in ("ours", "ours, budget 1e-3"))
-    assert exact.worst < CANDIDATE_GRADIENT < 1e-4 < dropped.worst < 1e-2
-
-
 def test_the_truth_computed_in_chunks_equals_one_float64_graph() -> None:
     w = workloads.make(SMALL._replace(scenario="kl", tokens=600))  # three chunks
     hidden, weight = w.hidden.double().requires_grad_(), w.weight.double().requires_grad_()
@@ -212,13 +195,11 @@ def test_steps_of_the_trainer_are_shown_and_printed_as_json(monkeypatch: pytest.
     [
         (["--against", "trl,nobody"], "--against: nobody: choose from naive, compile, trl, trl-fp32"),
         (["--model", "gpt"], "--model: expected one of qwen3-8b"),
-        (["--model", "1,1"], "or H,V with 64 <= H < 2^20"),
         (["--tokens", "many"], "--tokens: expected a number such as 4096 or 4k, got 'many'"),
         (["--tokens", "7"], "--tokens: expected at least 8"),
         (["--scenario", "sparse"], "--scenario: expected one of dense, rl-like"),
         (["--dtype", "int8"], "--dtype: expected one of float32"),
         (["--device", "warp"], "--device: expected a device that torch has here"),
-        (["--trainer", "--dtype", "int8"], "--dtype: expected one of float32"),
         (
             ["--trainer", "--tokens", "4k"],
             "--tokens: cannot be combined with --trainer, whose batch is fixed; got '4k'",

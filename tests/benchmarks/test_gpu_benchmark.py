@@ -69,19 +69,24 @@ def child(path: Path, name: str, fault: str, end: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_crashed_and_killed_groups_keep_their_measurements_and_are_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "gpu.json"
-    begun = []
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Replace the processes of groups. Return the code with which each of them ends."""
     ends = {"A": "os.abort()", "B": "time.sleep(600)", "C": "pass"}
 
     def command_of(name: str, *_: Any) -> list[str]:
-        begun.append(name)
-        return child(path, name, "" if ends[name] == "pass" else groups.UNFINISHED, ends[name])
+        fault = "" if ends[name] == "pass" else groups.UNFINISHED
+        return child(tmp_path / "gpu.json", name, fault, ends[name])
 
     monkeypatch.setattr(command, "command_of", command_of)
     monkeypatch.setattr(groups.Group, "deadline", 3.0)
+    return ends
+
+
+def test_crashed_and_killed_groups_keep_their_measurements_and_are_repeated(
+    begun: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.json"
     assert run(monkeypatch, "A", "B", "C", "--output", str(path)) == 1
     printed = "[gw0] FAILED a test\na \N{REPLACEMENT CHARACTER} line"
     faults = {"A": f"exit status -6: {printed}", "B": f"killed after 3 s: {printed}", "C": ""}
@@ -89,19 +94,23 @@ def test_crashed_and_killed_groups_keep_their_measurements_and_are_repeated(
     assert all(group["results"] == [{"what": "first"}] for group in results_in(path).values())
     lines = capsys.readouterr().out.splitlines()
     assert "FAILED: A, B" in lines[-1] and lines.count("  [gw0] FAILED a test") == 3  # printed as they come
-    ends |= {"A": "pass", "B": "pass"}
+    begun |= dict.fromkeys("AB", "pass")
     assert run(monkeypatch, "A", "B", "C", "--output", str(path)) == 0
-    assert run(monkeypatch, "A", "--again", "--output", str(path)) == 0
-    assert begun == ["A", "B", "C", "A", "B", "A"]
-    assert "measured again" not in capsys.readouterr().out
-    assert run(monkeypatch, "rl-8k", "--minutes", "0.5", "--output", str(path)) == 0  # less than half of its estimate
-    lines = capsys.readouterr().out.splitlines()
-    assert "rl-8k: not started, because 30 s are left; start the command again to continue" in lines
-    assert "not started: rl-8k. This was a dry run" in lines[-1]
+    again = capsys.readouterr().out
+    assert "C: kept, measured at commit " in again and "A: kept" not in again
+    assert not any(group["fault"] for group in results_in(path).values())
+
+
+def test_groups_of_another_commit_are_repeated_and_long_ones_not_started(
+    begun: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "gpu.json")
+    assert run(monkeypatch, "C", "--output", path) == 0
+    assert run(monkeypatch, "rl-8k", "--minutes", "0.5", "--output", path) == 0  # less than half of its estimate
+    assert "rl-8k: not started, because 30 s are left" in capsys.readouterr().out
     monkeypatch.setattr(measure, "_checkout", lambda: ("another", False))
-    assert run(monkeypatch, "A", "--output", str(path)) == 0
-    assert "A: measured again, because its record is of another commit" in capsys.readouterr().out
-    assert begun == ["A", "B", "C", "A", "B", "A", "A"]
+    assert run(monkeypatch, "C", "--output", path) == 0
+    assert "C: measured again, because its record is of another commit" in capsys.readouterr().out
 
 
 def test_a_failed_measurement_is_recorded_and_the_next_one_runs(
@@ -136,24 +145,6 @@ def test_the_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert answer in answers
     assert "This is more than" not in answers and "This is more than" in command.planned(groups.DEFAULT, 5)
     assert all(f"\n{word} " in words for word in ("rl-like", "slab", "vendor"))
-
-
-def test_the_help_lists_usage_and_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "--help"])
-    with pytest.raises(SystemExit):
-        command.main()
-    printed = capsys.readouterr().out
-    assert "gpu A rl       only these groups" in printed and all(name in printed for name in groups.GROUPS)
-    assert "default runs/gpu.json" in printed and "benchmarks/results" not in printed
-
-
-def test_a_driver_that_fails_or_hangs_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'no \\377 driver'; exit 9\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert command.installed().startswith("nvidia-smi failed: exit status 9: no \N{REPLACEMENT CHARACTER} driver\n")
-    assert command.asked("sleep", "9", seconds=1) == ([], "no answer in 1 s")
-    assert command.asked(str(tmp_path / "absent"), seconds=1)[1]
 
 
 @pytest.mark.parametrize("kernel", tune.KERNELS)

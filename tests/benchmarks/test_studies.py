@@ -68,17 +68,6 @@ def test_known_errors_flip_the_expected_share_of_decisions() -> None:
     assert [x.tolist() for x in signs] == [[True, True, False], [False, True, True]]
 
 
-def test_intervals_are_wider_if_errors_within_answers_are_equal() -> None:
-    """16 tokens with equal errors contain as much information as one token, so the interval must be wider."""
-    rng = torch.Generator().manual_seed(0)
-    errors = 1e-2 * torch.randn(64, generator=rng, dtype=torch.float64).repeat_interleave(16)
-    answers = torch.arange(64).repeat_interleave(16)
-    ends = [wrong({"equal": errors}, 1024, x)["equal"]["95 %"] for x in (torch.arange(1024), answers)]
-    assert ends[1][1] - ends[1][0] > 1.3 * (ends[0][1] - ends[0][0])
-    assert fidelity.correlation(errors, answers) == pytest.approx(4)
-    assert fidelity.correlation(errors, torch.arange(1024)) is None
-
-
 def test_fidelity_reports_a_missing_trained_policy_and_measures_the_rest(tmp_path: Path) -> None:
     results = run_tiny(fidelity, tmp_path / "results.json", "--policy", tmp_path / "none")
     assert list(results["sets"]) == ["synthetic"]

@@ -35,18 +35,6 @@ def test_trials_and_parts_of_the_sweep_do_not_replace_published_results(
     assert paths == {suite: measure.RESULTS / f"{suite}-cpu.json" for suite in ("step", "vocab")}
 
 
-def test_a_part_of_the_sweep_has_only_the_requested_scenarios_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    def points(*options: str) -> list[tuple[str, int, str]]:
-        asked, sizes, _ = parsed(monkeypatch, "--device", "cpu", *options)
-        return [(spec.scenario, spec.tokens, spec.dtype) for spec in step.timed_specs(asked, sizes)]
-
-    full = [("rl-like", n, "float32") for n in (256, 512, 1024)]
-    full += [("dense", 1024, "float32"), ("long", 1024, "float32"), ("rl-like", 1024, "bfloat16")]
-    assert points() == full
-    assert points("--scenario", "dense", "kl") == [("dense", 1024, "float32"), ("kl", 1024, "float32")]
-    assert points("--dtype", "bfloat16", "--scenario", "kl") == [("kl", 1024, "bfloat16")]
-
-
 def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text("mine")
     (tmp_path / "other.json").write_text('{"a": 1}')
@@ -66,8 +54,6 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
         ("step", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("step", ["--device", "zz"], "--device: expected a device that torch has here, such as cpu, got 'zz'"),
         ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab writes another file"),
-        ("step", ["--against", "nobody"], "--against: nobody: choose from naive"),
-        ("trainer", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("fidelity", ["--device", "meta"], "--device: expected cpu or cuda, got 'meta'"),
         ("budgets", ["--policy", "nowhere"], "--policy: nowhere holds no policy"),
     ],
@@ -79,17 +65,6 @@ def test_bad_options_are_refused_before_anything_is_measured(
     with pytest.raises(SystemExit):
         importlib.import_module(f"gspo_kernels.benchmarks.{COMMANDS[suite]}").main()
     assert message in capsys.readouterr().err
-
-
-def test_the_memory_sweep_stops_when_the_batch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def costs(spec: step.Spec, *_: Any, **__: Any) -> list[Any]:
-        if spec.tokens > 100:
-            raise MemoryError("the batch")
-        return []
-
-    monkeypatch.setattr(step.bench, "costs", costs)
-    specs = [step.Spec(step.TINY.head, tokens, "rl-like") for tokens in (15, 128, 64)]
-    assert step.memory_points(specs, []) == [{"tokens": 8, "candidates": []}]
 
 
 @pytest.mark.parametrize("suite", ["step", "trainer", "sparsity"])

@@ -93,10 +93,3 @@ class Operations(TorchDispatchMode):
         if size and not func.is_view and "empty" not in name:
             self.bytes.append(size)
         return out
-
-
-def product_flops(fn: Any) -> int:
-    """Return the sum of 2 m n k over all matrix products of `fn()`."""
-    with StepCounts() as counter:
-        fn()
-    return 2 * counter.multiply_adds

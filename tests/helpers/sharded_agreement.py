@@ -129,7 +129,7 @@ for _function, _kind in FUNCTIONS:
 @case("equal arguments that are spelled differently", 2)
 def _spellings(context: Context) -> None:
     group = context.group(2)
-    last = rank_in(context.group(2)) == 1
+    last = rank_in(group) == 1
     for function, kind in FUNCTIONS:
         mine = arguments(function, kind, group)
         spellings: dict[str, tuple[Any, Any]] = {
@@ -164,7 +164,7 @@ def _spellings(context: Context) -> None:
 @case("tokens of a cp_group read per sequence or per token", 2)
 def _readings(context: Context) -> None:
     group = context.group(2)
-    last = rank_in(context.group(2)) == 1
+    last = rank_in(group) == 1
     log_probs = torch.full((2, 1 if last else 3), -1.0)
     for advantages in (torch.tensor([1.0, -1.0]), torch.tensor([[1.0], [-1.0]]), log_probs * (2 if last else 3)):
         policy_loss(log_probs, advantages, cp_group=group)
@@ -194,7 +194,7 @@ def _adapters(context: Context) -> None:
     from peft.tuners.lora import Linear
 
     group = context.group(2)
-    last = rank_in(context.group(2)) == 1
+    last = rank_in(group) == 1
     hidden, weight, ids = rows(V)
 
     def log_probs(change: float = 0.0, rank: int = 4, dropout: float = 0.0) -> Any:
@@ -223,28 +223,24 @@ def _adapters(context: Context) -> None:
 @case("environment variables of ranks", 2)
 def _environment(context: Context) -> None:
     group = context.group(2)
-    last = rank_in(context.group(2)) == 1
+    last = rank_in(group) == 1
+    values = dict.fromkeys(ENVIRONMENT, "17") | {"GSPO_SELF_CHECK": "0", "GSPO_BACKEND": "torch"}
+    del values["GSPO_CHECK"]  # on a CPU, it changes nothing
     for function, kind in FUNCTIONS:
         mine = arguments(function, kind, group)
-        run(function, mine)
-        for name in ENVIRONMENT:
-            with mock.patch.dict(os.environ, {name: "many"} if last else {}), raises(f"environment variable {name}"):
+        for name, value in values.items():
+            with (
+                mock.patch.dict(os.environ, {name: value} if last else {}),
+                raises(f"environment variable {name} must be equal on all ranks of {kind}"),
+            ):
                 run(function, mine)
-            if name != "GSPO_CHECK":  # on a CPU, it changes nothing
-                others = {"GSPO_SELF_CHECK": ("0", "False]"), "GSPO_BACKEND": ("torch", "'torch']")}
-                value, shown = others.get(name, ("17", "17]"))
-                with (
-                    mock.patch.dict(os.environ, {name: value} if last else {}),
-                    raises(f"environment variable {name} must be equal on all ranks of {kind}", shown),
-                ):
-                    run(function, mine)
         run(function, mine)
 
 
 @case("default caches of GPUs with different memory", 2)
 def _default_caches(context: Context) -> None:
     group = context.group(2)
-    last = rank_in(context.group(2)) == 1
+    last = rank_in(group) == 1
     for function, kind in FUNCTIONS[:3]:
         mine = arguments(function, kind, group) | {"cache_mib": None}
         with mock.patch.object(workspace, "cache_of_device", lambda device: 3 if last else 2):
@@ -264,7 +260,7 @@ def _default_caches(context: Context) -> None:
 @case("only the first call on an accelerator is compared", 2)
 def _first_call(context: Context) -> None:
     group = context.group(2)
-    last = rank_in(context.group(2)) == 1
+    last = rank_in(group) == 1
     mine = arguments(policy_loss, "cp_group", group)
     exchanges = []
     gather = dist.all_gather_object
@@ -300,7 +296,9 @@ def _mesh(context: Context) -> None:
     mine = arguments(gspo_fused_loss, "tp_group", groups.tp) | {"cp_group": groups.cp, "rollout_log_probs": None}
     mine["objective"] = Objective(kl_coef=0.1)
     run(gspo_fused_loss, mine)
-    for name in ("normalizer", "advantages", "reduce_hidden"):
-        with raises(name):
-            run(gspo_fused_loss, mine, **{name: other_value(name, mine[name])} if context.rank == 3 else {})
+    invalid = {"target_ids": torch.full_like(mine["target_ids"], 99)}
+    changes = [invalid, *({name: other_value(name, mine[name])} for name in ("normalizer", "advantages"))]
+    for change in changes:
+        with raises(*change):
+            run(gspo_fused_loss, mine, **change if context.rank == 3 else {})
     run(gspo_fused_loss, mine)

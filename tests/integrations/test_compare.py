@@ -100,7 +100,7 @@ def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
 
 
 def test_a_mixture_is_trained_with_and_without_replay() -> None:
-    results = compare.compare(compare.arms_of(["gspo"], "moe", CONFIG), [0, 1], CONFIG, "moe", str)
+    results = compare.compare(compare.arms_of(["gspo"], "moe", CONFIG), [0], CONFIG, "moe", str)
     assert list(results["runs"]) == ["gspo", "gspo + replay"]
     plain, replay = (runs[0]["by update"] for runs in results["runs"].values())
     assert plain["router_changed"][0] == 0 < plain["router_changed"][-1] < 1
@@ -144,14 +144,14 @@ def test_the_summary_compares_seed_by_seed() -> None:
 def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "compare-cpu.json"
-    arguments = ["compare", "--objectives", "gspo,grpo", "--seeds", "0,1", "--steps", "1", "--output", str(path)]
+    arguments = ["compare", "--objectives", "gspo,grpo", "--seeds", "0", "--steps", "1", "--output", str(path)]
     arguments += ["--learning-rate", "3e-3", "--updates", "8"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "GRPO" in result.output and str(path) in result.output
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     saved = json.loads(path.read_text())
-    assert saved["suite"] == "compare" and len(saved["results"]["runs"]["grpo"]) == 2
+    assert saved["suite"] == "compare" and len(saved["results"]["runs"]["grpo"]) == 1
     assert saved["results"]["settings"]["learning_rate"] == 3e-3
     assert len(saved["results"]["runs"]["grpo"][0]["by update"]["clip_fraction"]) == 8
 
@@ -160,7 +160,6 @@ def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: py
     ("option", "message"),
     [
         (["--objectives", "gspo,gsop"], "--objectives: "),
-        (["--seeds", "0,x"], "--seeds: expected different numbers separated by commas, such as 0,1,2, got '0,x'"),
         (["--seeds", "1,1"], "got '1,1'"),
         (["--updates", "3"], "updates_per_rollout: expected a divisor of the 256 answers of a rollout"),
     ],

@@ -1,6 +1,6 @@
 """Detect faults that other tests of the loss miss: in rare branches, in metrics, in the last rounding.
 
-`repo/test_mutations.py` seeds each fault and runs the test that must fail on it.
+`faults/test_faults.py` seeds each fault and runs the test that must fail on it.
 """
 
 from __future__ import annotations

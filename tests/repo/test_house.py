@@ -33,20 +33,6 @@ print(out.log_probs.exp().round(decimals=4).tolist())
     assert run_python(code).startswith("[[0.2")
 
 
-def test_importing_takes_under_50_milliseconds_after_torch(tmp_path: Path) -> None:
-    code = """
-import time, torch
-start = time.process_time()  # processor time of this process, as other processes may keep the cores busy
-from gspo_kernels import gspo_fused_loss, linear_log_probs, policy_loss
-print(time.process_time() - start)
-"""
-    # Installed packages have bytecode, so the first import, which compiles, does not count. Other processes compete for
-    # the caches and slow the import, so one fast import of ten is enough.
-    cached = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    run_python(code, **cached)
-    assert any(float(run_python(code, **cached)) < 0.05 for _ in range(10))
-
-
 def test_help_takes_under_half_a_second_and_does_not_import_torch() -> None:
     code = """
 import sys, time
@@ -66,19 +52,6 @@ print(time.process_time() - start, "torch" in sys.modules)
         if float(seconds) < 0.5:
             return
     raise AssertionError(f"gspo --help takes {seconds} s of processor time")
-
-
-def test_every_public_name_is_a_function_or_a_class_after_all_modules_are_imported() -> None:
-    code = """
-import gspo_kernels.policy, gspo_kernels.fused_loss, gspo_kernels.log_probs
-from gspo_kernels import *
-print(*(type(f).__name__ for f in (gspo_kernels.policy_loss, policy_loss, linear_log_probs, gspo_fused_loss)))
-"""
-    assert run_python(code).split() == ["function"] * 4
-
-
-def test_integrations_are_part_of_the_package() -> None:
-    assert "integrations" in run_python("import gspo_kernels.integrations as i; print(i.__name__)")
 
 
 # Loads a second copy as the `kernels` package does, and compares results and gradients of both copies.

@@ -1,4 +1,4 @@
-"""The calls that run on the stub driver, and the mistakes that it must refuse.
+"""The calls that run on the stub driver.
 
 `PYTHONPATH=tests:. python -m stub.cases sm_90` runs them and prints a `Report` as JSON.
 """
@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import triton
-import triton.language as tl
 from helpers.random_heads import by_kernels, random_head, random_upstream, take_rows
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
-from gspo_kernels.backends.self_check.kernel_check import run_check
 from gspo_kernels.backends.triton.launch import launches
 
 from . import driver
@@ -141,12 +138,10 @@ class Report(NamedTuple):
     counts: dict[str, dict[str, int]]  # of each case: modules, descriptors and launches
     kernels: list[str]  # names of those that were launched
     captured: dict[str, str]  # of each captured step, "" if it loaded no kernel
-    refusals: dict[str, str]  # the error of each mistake
-    self_check: list[str | None]  # its failures, if kernels compute nothing and if they do not load
 
 
 def report(stub: driver.Stub, names: list[str]) -> Report:
-    """Run the cases `names`; if it is empty, all cases, captured steps and mistakes."""
+    """Run the cases `names`; if it is empty, all cases and captured steps."""
     faults, counts = {}, {}
     with launches() as seen:
         for name in names or CASES:
@@ -154,17 +149,8 @@ def report(stub: driver.Stub, names: list[str]) -> Report:
             faults[name] = fault_of(lambda name=name: step(**CASES[name])())
             counts[name] = {what: n - before[what] for what, n in stub.counts().items()}
     captured = {name: fault_of(partial(capture, stub, options)) for name, options in CAPTURED.items() if not names}
-    refusals = {name: fault_of(mistake) for name, mistake in mistakes(stub).items() if not names}
     kernels = sorted({x.kernel.__name__ for x in seen})
-    return Report(faults, counts, kernels, captured, refusals, [] if names else self_checks(stub))
-
-
-def self_checks(stub: driver.Stub) -> list[str | None]:
-    """Run the self-check of the kernels, which compute nothing here, then while none can be loaded."""
-    computes_nothing = run_check(torch.device("cpu"), torch.bfloat16, "head")
-    stub.forget_kernels()
-    with stub.capture():
-        return [computes_nothing, run_check(torch.device("cpu"), torch.bfloat16, "head")]
+    return Report(faults, counts, kernels, captured)
 
 
 def fault_of(run: Callable[[], object]) -> str:
@@ -183,62 +169,6 @@ def capture(stub: driver.Stub, options: Options) -> None:
     run()
     with stub.capture():
         run()
-
-
-@triton.jit
-def nothing(x, n):
-    tl.store(x, n)
-
-
-def mistakes(stub: driver.Stub) -> dict[str, Callable[[], object]]:
-    """Return calls that a GPU would refuse."""
-    x = torch.zeros(2, dtype=torch.int64)
-
-    def encode(base: int = 4096, size: int = 64, stride: int = 64, **options: Any) -> None:
-        usual: Options = dict(swizzle=3, element=2, dtype=9, box=(128, 64))  # dtype 9 is bf16
-        stub.encode(base, shape=(100, size), strides=(stride, 1), **usual | options)
-
-    def launch(height: int = 1, warps: int = 4, shared: int = 0) -> None:
-        variant = nothing.warmup(x, 2, grid=(1,))
-        with patch.object(variant, "packed_metadata", (warps, 1, shared)):
-            nothing[(1, height)](x, 2)
-
-    def capture_first() -> None:
-        stub.forget_kernels()
-        with stub.capture():
-            step()()
-
-    def too_little_shared_memory() -> None:
-        stub.forget_kernels()
-        with stub.shared_memory(101_376):
-            step()()
-
-    def swapped() -> None:
-        def wrong(*positional: Any, log_probs: Any, shift: Any, **arguments: Any) -> Any:
-            return real(*positional, log_probs=shift, shift=log_probs, **arguments)
-
-        real = driver.LAUNCH
-        with patch.object(driver, "LAUNCH", lambda k, *a, **b: (wrong if "shift" in b else real)(k, *a, **b)):
-            step()()
-
-    encode()  # neither is a mistake by itself
-    launch()
-    return {
-        "base at 8 bytes": partial(encode, base=4104),
-        "stride of 136 bytes": partial(encode, stride=68),
-        "overlapping rows": partial(encode, stride=56),
-        "empty tensor": partial(encode, size=0),
-        "unknown type": partial(encode, dtype=20),
-        "unknown swizzle": partial(encode, swizzle=5),
-        "box of 512 rows": partial(encode, box=(512, 64)),
-        "rows of a box wider than the swizzle": partial(encode, box=(128, 128)),
-        "grid": partial(launch, height=70_000),
-        "threads": partial(launch, warps=64),
-        "shared memory": partial(launch, shared=50_000),
-        "shared memory of the device": too_little_shared_memory,
-        "capture": capture_first,
-        "arguments": swapped,
-    }
 
 
 if __name__ == "__main__":

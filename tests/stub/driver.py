@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.backends.nvidia import compiler, driver
 from triton.runtime.driver import driver as active
@@ -89,24 +88,6 @@ class Stub:
         """Let the JIT load all kernels anew."""
         for kernel in self.kernels:
             kernel.device_caches.clear()
-
-    def encode(self, base: int, swizzle: int, element: int, dtype: int, box: Any, shape: Any, strides: Any) -> None:
-        """Make a TMA descriptor by Triton's encoder. `element` is in bytes, `dtype` a CUtensorMapDataType."""
-        # Triton 3.6 has the second name.
-        fill = getattr(self.utils, "fill_tma_descriptor_tiled", None) or self.utils.fill_tma_descriptor
-        fill(base, swizzle, element, dtype, box, shape, strides, 0)
-
-    @contextmanager
-    def shared_memory(self, size: int) -> Iterator[None]:
-        """Let a block use only `size` bytes."""
-        number = self.number("stub_shared_memory")
-        before, number.value = number.value, size
-        triton.compiler.compiler.max_shared_mem.cache_clear()
-        try:
-            yield
-        finally:
-            number.value = before
-            triton.compiler.compiler.max_shared_mem.cache_clear()
 
     @contextmanager
     def capture(self) -> Iterator[None]:

@@ -39,14 +39,12 @@ class Letters(ORM):
 
 orms["letters"] = Letters
 """
-PLAIN = ["--tuner_type", "full", "--beta", "0"]
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"flags": PLAIN},
     "LoRA and KL": {
         "flags": ["--tuner_type", "lora", "--lora_rank", "4", "--lora_dropout", "0", "--beta", "0.04"],
         "kl": "0.04",
     },
-    "two processes": {"flags": PLAIN, "processes": 2},
+    "plain, on two processes": {"flags": ["--tuner_type", "full", "--beta", "0"], "processes": 2},
 }
 
 

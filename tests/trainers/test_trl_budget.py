@@ -241,22 +241,15 @@ def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     assert fuse_head(first.model).is_outermost()
 
 
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"gradient_budget": 1.0}, ValueError, r"gradient_budget must be a number from 0 \(exact\) to below 1, got 1.0"),
-    ({"cache_mib": -1}, ValueError, "cache_mib must be .* from 0 to .*, or None for the default, got -1"),
-    ({"cache_mib": True}, TypeError, "cache_mib must be .* got True"),
-]
-
-
-@pytest.mark.parametrize(("settings", "error", "message"), REFUSED)
-def test_invalid_settings_are_refused(
-    settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=f"^GSPOConfig: {message}"):
-        GSPOConfig(str(tmp_path), **ON_A_CPU, **settings)
+@pytest.mark.parametrize("setting", [{"gradient_budget": 1.0}, {"cache_mib": -1}])
+def test_invalid_settings_are_refused(setting: dict[str, Any], tmp_path: Path) -> None:
+    ((name, value),) = setting.items()
+    message = f"{name} must be a number .*, got {value}"
+    with pytest.raises(ValueError, match=f"^GSPOConfig: {message}"):
+        GSPOConfig(str(tmp_path), **ON_A_CPU, **setting)
     trainer = make_trainer(GRPOTrainer, peaked_model(tmp_path / "model"), tmp_path)
-    with pytest.raises(error, match=f"^accelerate_trainer: {message}"):
-        accelerate_trainer(trainer, **settings)
+    with pytest.raises(ValueError, match=f"^accelerate_trainer: {message}"):
+        accelerate_trainer(trainer, **setting)
     assert "training_step" not in vars(trainer)
 
 

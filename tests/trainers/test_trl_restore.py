@@ -6,8 +6,8 @@ Trainers that are deleted free their models, and copies of accelerated models ar
 from __future__ import annotations
 
 import copy
+import functools
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -86,8 +86,7 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
     assert all(torch.equal(x, y) for x, y in zip(parameters, their_parameters, strict=True))
 
 
-@pytest.mark.parametrize("peft", [False, True])
-@pytest.mark.parametrize("by_class", [False, True])
+@pytest.mark.parametrize(("by_class", "peft"), [(False, False), (True, False), (False, True)])
 def test_a_restored_trainer_is_a_stock_trainer(by_class: bool, peft: bool, tmp_path: Path, calls: list[int]) -> None:
     lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"]) if peft else None
 
@@ -171,12 +170,8 @@ def test_a_model_that_the_user_fused_stays_fused(fused_first: bool, tmp_path: Pa
 
 
 def test_a_trainer_that_is_not_accelerated_is_named(tmp_path: Path) -> None:
-    trainer = stock(tmp_path)
-    text = "restore_trainer: trainer must be one that .* has accelerated, got a GRPOTrainer that is not accelerated"
-    with pytest.raises(ValueError, match=text):
-        restore_trainer(trainer)
-    restore_trainer(accelerate_trainer(trainer))
-    with pytest.raises(ValueError, match=text):
+    trainer = restore_trainer(accelerate_trainer(stock(tmp_path)))
+    with pytest.raises(ValueError, match=r"trainer must be one that .* has accelerated, got a GRPOTrainer that is not"):
         restore_trainer(trainer)
     wrong: Any = object()
     with pytest.raises(TypeError, match="restore_trainer: trainer must be a GRPOTrainer, got a object"):
@@ -198,10 +193,7 @@ def test_a_method_that_was_replaced_later_is_named_and_nothing_changes(tmp_path:
 
 def test_a_method_of_the_instance_is_restored(tmp_path: Path) -> None:
     trainer = stock(tmp_path)
-    log = trainer.log
-    made = []
-    trainer.log = lambda *args, **kwargs: (made.append(1), log(*args, **kwargs))
-    mine = trainer.log
+    mine = trainer.log = functools.partial(trainer.log)
     restore_trainer(accelerate_trainer(trainer))
     assert vars(trainer)["log"] is mine
 
@@ -238,8 +230,7 @@ def test_a_model_that_was_replaced_is_restored_too(tmp_path: Path) -> None:
     assert traces(trainer) == []
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("by_class", [False, True])
+@pytest.mark.parametrize(("by_class", "trained"), [(False, False), (True, True)])
 def test_a_deleted_trainer_frees_its_models_by_one_collection(by_class: bool, trained: bool, tmp_path: Path) -> None:
     kind = GSPOTrainer if by_class else GRPOTrainer
     trainer = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, **OPTIONS)
@@ -257,14 +248,7 @@ def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-def saved_and_loaded(model: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled, saved_and_loaded])
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_copy_of_a_trainers_model_can_be_trained(
     trained: bool, copied_by: Callable[[Any], Any], tmp_path: Path, calls: list[int]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
@@ -156,11 +155,9 @@ def test_every_loss_type_of_the_installed_trl_is_accepted() -> None:
 # and 8 generations per prompt.
 ARITHMETIC: list[tuple[dict[str, Any], int, int]] = [
     ({}, 4, 32),
-    ({"gradient_accumulation_steps": 3}, 12, 96),
-    ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "num_generations": 16}, 32, 64),
-    ({"steps_per_generation": 6, "gradient_accumulation_steps": 2}, 6, 48),
-    ({"generation_batch_size": 64, "num_iterations": 2}, 8, 64),
     ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 8, 64),
+    ({"steps_per_generation": 6, "gradient_accumulation_steps": 2}, 6, 48),
+    ({"generation_batch_size": 64}, 8, 64),
     ({"steps_per_generation": 2, "generation_batch_size": 16}, 2, 16),
 ]
 
@@ -169,35 +166,18 @@ ARITHMETIC: list[tuple[dict[str, Any], int, int]] = [
 def test_a_rollout_gets_four_updates_unless_the_user_sets_their_number(
     options: dict[str, Any], steps: int, batch: int
 ) -> None:
-    args = config(**options)
-    assert (args.steps_per_generation, args.generation_batch_size) == (steps, batch)
-    updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    assert updates == 4 * args.num_iterations or {"steps_per_generation", "generation_batch_size"} & set(options)
+    """A config that is saved and loaded, or changed by `replace`, keeps their number."""
+    original = config(**options)
+    assert (original.steps_per_generation, original.generation_batch_size) == (steps, batch)
+    values = original.to_dict()
+    assert GSPOConfig(**values).to_dict() == values
+    assert dataclasses.replace(original, learning_rate=1e-4).to_dict() == {**values, "learning_rate": 1e-4}
 
 
 def test_the_size_of_a_rollout_counts_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GSPOConfig, "world_size", 2)
     assert (config().steps_per_generation, config().generation_batch_size) == (4, 64)
     assert config(generation_batch_size=64).steps_per_generation == 4
-    with pytest.raises(ValueError, match="must be divisible by num_generations"):
-        config(per_device_train_batch_size=3, num_generations=16)
-
-
-@pytest.mark.parametrize("options", [options for options, *_ in ARITHMETIC], ids=str)
-def test_a_config_can_be_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
-    original = config(**options, learning_rate=1e-3)
-    values = original.to_dict()
-    assert GSPOConfig(**values).to_dict() == values
-    assert dataclasses.replace(original, learning_rate=1e-4).to_dict() == {**values, "learning_rate": 1e-4}
-    torch.save(original, tmp_path / "training_args.bin")
-    assert torch.load(tmp_path / "training_args.bin", weights_only=False).to_dict() == values
-    (tmp_path / "config.json").write_text(original.to_json_string())
-    parser = transformers.HfArgumentParser(GSPOConfig)  # type: ignore[arg-type]
-    (read,) = parser.parse_json_file(tmp_path / "config.json")
-    assert read.to_dict() == values
-    flags = "--output_dir unused --use_cpu --bf16 False --report_to none".split()
-    (read,) = parser.parse_args_into_dataclasses([*flags, *(str(x) for k, v in options.items() for x in (f"--{k}", v))])
-    assert read.generation_batch_size == original.generation_batch_size
 
 
 def test_contradictory_rollout_sizes_are_refused() -> None:
@@ -210,7 +190,7 @@ def test_contradictory_rollout_sizes_are_refused() -> None:
 OF_GSPO_CONFIG: dict[str, Any] = {"config": GSPOConfig, "steps_per_generation": None, "num_generations": 8}
 
 
-@pytest.mark.parametrize(("accumulation", "iterations"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("accumulation", "iterations"), [(2, 1), (1, 2)])
 def test_default_settings_clip_in_training(accumulation: int, iterations: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "num_iterations": iterations}
     options |= {"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 1e-3, **OF_GSPO_CONFIG}
@@ -246,7 +226,7 @@ def test_default_args_do_not_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 # gradient_accumulation_steps, steps_per_generation, num_iterations, and whether the ratio can differ from 1.
-RUNS = [(4, 2, 1, False), (4, 2, 2, False), (1, 2, 1, True), (2, 1, 4, True), (3, 2, 1, True)]
+RUNS = [(4, 2, 2, False), (2, 1, 4, True), (3, 2, 1, True)]
 
 
 @pytest.mark.parametrize(("accumulation", "steps", "iterations", "can_differ"), RUNS)
@@ -291,12 +271,9 @@ def test_warnings_name_the_settings_and_the_callers_line(tmp_path: Path) -> None
 WINDOWS: dict[str, tuple[dict[str, Any], bool]] = {
     "one wide bound": ({**SEQUENCE, "epsilon_high": 0.28}, True),
     "epsilon_high not set": ({**SEQUENCE, "epsilon": 0.2, "epsilon_high": None}, True),
-    "luspo": ({**SEQUENCE, "loss_type": "luspo", "epsilon": 0.2}, True),
     "luspo's window": ({**SEQUENCE, "loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3}, False),
-    "gspo's window": (SEQUENCE, False),
     "token ratios": ({}, False),
     "cispo": ({**SEQUENCE, "loss_type": "cispo", "epsilon_high": 5.0}, False),
-    "sapo": ({**SEQUENCE, "loss_type": "sapo", "epsilon": 0.2}, False),
 }
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from helpers.faults.table import Fault
+from faults.table import Fault
 
-DEFAULT = "default_cache"
 FAULTS: dict[str, Fault] = {
     "matrix products in the precision that the process has set": (
         "exact_products",
@@ -54,36 +53,11 @@ FAULTS: dict[str, Fault] = {
         "units.ceil()",
         "live_tiles::test_cells_heavier_than_the_total_and_overflowing_sums_are_not_dropped",
     ),
-    "too few passes reported": (
-        "backends/live_tiles:choose",
-        "of_block / pairs",
-        "of_block / pairs / 2",
-        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
-    ),
     "matrix products in autocast's dtype": (
         "exact_products",
         "without_autocast(device)",
         "nullcontext()",
         "heads::test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else[torch-False]",
-    ),
-    "interpreted kernels chosen by backend='auto'": (
-        "pick_backend",
-        'backend == "auto" and device.type == "cpu"',
-        "False",
-        "kernels::test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu",
-    ),
-    "power-of-two scale of an infinite gradient": (
-        "power_of_two",
-        "(largest > 0) & largest.isfinite()",
-        "largest > 0",
-        "loss_faults::test_the_power_of_two_brings_the_largest_of_both_gradients_near_one",
-    ),
-    "power-of-two scale without the entropy gradient": (
-        "power_of_two",
-        "size = gradients.abs() if entropy_gradients is None else torch.maximum(gradients.abs(), "
-        "entropy_gradients.abs())",
-        "size = gradients.abs()",
-        "loss_faults::test_the_power_of_two_brings_the_largest_of_both_gradients_near_one",
     ),
     "a negative scale makes a negative mass": (
         "_mass_at_target",
@@ -97,53 +71,11 @@ FAULTS: dict[str, Fault] = {
         "False",
         "loss_faults::test_nothing_is_dropped_while_a_graph_is_captured[torch]",
     ),
-    "a budget spent without a margin for rounding": (
-        "MARGIN",
-        "1 - 1e-4",
-        "1",
-        "loss_faults::test_a_cell_that_fits_the_budget_by_less_than_fp32_resolves_is_kept",
-    ),
-    "temperature missing in the mass with a soft-cap": (
-        "_least_mass",
-        "1 if head.temperature is None else head.temperature",
-        "1",
-        "loss_faults::test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature",
-    ),
-    "power-of-two scale beyond fp32": (
-        "power_of_two",
-        "largest.log2().ceil().clamp(-126, 126)",
-        "largest.log2().ceil()",
-        "loss_faults::test_the_power_of_two_for_subnormal_gradients_is_within_fp32",
-    ),
-    "rows without a gradient counted in the size of cells": (
-        "live_tiles:choose",
-        "has_mass.view(blocks, block_rows).sum(1, dtype=torch.float64)",
-        "torch.ones_like(has_mass).view(blocks, block_rows).sum(1, dtype=torch.float64)",
-        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
-    ),
-    "a workspace of 0 MiB accepted": (
-        "_mebibytes",
-        "least <= int(text) <= LARGEST_MIB",
-        "least - 1 <= int(text) <= LARGEST_MIB",
-        "bad_inputs::test_a_bad_workspace_limit_is_named[0]",
-    ),
-    "the adapter's product in autocast's dtype": (
-        "_adapter_op",
-        "exact_products(x.device)",
-        "torch.no_grad()",
-        "heads::test_autocast_leaves_an_fp32_adapter_unrounded[torch]",
-    ),
     "an explicitly named backend falls back to another backend": (
         "pick_backend",
         'backend == "triton" and obstacle',
         "False",
         "kernels::test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu",
-    ),
-    "rows without a gradient kept": (
-        "may_have_gradient",
-        "mask & (size != 0)[sequence_of_row(policy.offsets, mask.shape[0])]",
-        "mask | (size != 0)[sequence_of_row(policy.offsets, mask.shape[0])]",
-        "cache::test_only_rows_that_may_have_a_gradient_are_kept[torch]",
     ),
     "rows without a gradient but with an entropy bonus not kept": (
         "may_have_gradient",
@@ -151,23 +83,11 @@ FAULTS: dict[str, Fault] = {
         "objective.kl_coef != 0",
         "cache::test_only_rows_that_may_have_a_gradient_are_kept[torch]",
     ),
-    "a row block that ends with rows without a gradient counted as recomputed": (
-        "recomputed_share",
-        "torch.minimum((block + 1) * block_rows, has_gradient.sum())",
-        "(block + 1) * block_rows",
-        "cache::test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward[torch]",
-    ),
     "the budget of log-probs spent twice": (
         "head_backward_op",
         "kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)",
         "kernels.choose(head, result, d_log_probs, kept, cell, 2 * gradient_budget)",
         "cache::test_log_probs_drop_at_most_the_budget",
-    ),
-    "kept exponentials read although the head needs no gradient": (
-        "cache_limit",
-        "return size if has_backward else 0",
-        "return size",
-        "cache::test_the_cache_is_free_after_the_backward_and_absent_without_autograd[torch]",
     ),
     "exponentials of other rows": (
         "KeptTiles.tile",
@@ -181,23 +101,11 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp16-tail]",
     ),
-    "slope of a soft-cap at the target from its missing exponential": (
-        "LogitGradients._log_p_and_slope",
-        "torch.where(in_slab[:, None], target_logit, z.gather(1, column))",
-        "z.gather(1, column)",
-        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp32-soft-cap]",
-    ),
     "a NaN row has finite gradients if its exponentials are kept": (
         "kept_tile",
         "at_most((tile_top - shift_of_row) - log_total_of_row, 0.0)",
         "tl.minimum((tile_top - shift_of_row) - log_total_of_row, 0.0)",
         "cache::test_a_nan_column_makes_kept_and_recomputed_gradients_nan[triton]",
-    ),
-    "a kernel's exponentials without the tile's largest logit": (
-        "kept_tile",
-        "tile_top - shift_of_row",
-        "0.0 - shift_of_row",
-        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[triton-fp32-plain]",
     ),
     "a kernel's slope of a soft-cap at the target from its missing exponential": (
         "kept_tile",
@@ -215,55 +123,7 @@ FAULTS: dict[str, Fault] = {
         "cache_of_device",
         "torch.cuda.get_device_properties(device).total_memory",
         "torch.cuda.mem_get_info(device)[0]",
-        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
-    ),
-    "a default cache of a 32nd of the memory": (
-        "CACHE_DIVISOR",
-        "64",
-        "32",
-        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
-    ),
-    "a default cache on a CPU": (
-        "cache_of_device",
-        'device.type != "cuda"',
-        "False",
-        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
-    ),
-    "a default cache of the current device": (
-        "cache_of_device",
-        "torch.cuda.get_device_properties(device)",
-        'torch.cuda.get_device_properties(torch.device("cuda"))',
-        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
-    ),
-    "fake tensors need a GPU": (
-        "cache_of_device",
-        "not torch.cuda.is_available()",
-        "False",
-        f"{DEFAULT}::test_fake_tensors_on_a_gpu_that_does_not_exist_have_no_cache",
-    ),
-    "the compiler traces the default cache": (
-        "workspace:",
-        "cache_of_device._dynamo_marked_constant = True",
-        "pass",
-        f"{DEFAULT}::test_a_compiled_call_takes_the_default_as_a_constant",
-    ),
-    "a cache of 0 replaced by the default": (
-        "cache_bytes",
-        "(cache_of_device(device) if mib is None else mib)",
-        "(mib or cache_of_device(device))",
-        f"{DEFAULT}::test_the_variable_replaces_the_default_and_the_argument_replaces_both[0-None-0]",
-    ),
-    "TunableOp forgotten": (
-        "refuses_mixed_products",
-        "torch.cuda.tunable.is_enabled()",
-        "False",
-        "amd::test_tunable_op_takes_the_kernels_of_amd",
-    ),
-    "operands copied as a whole": (
-        "_add_product_of_copies",
-        "size = max(bytes_of_copies() // ((a.shape[0] + b.shape[1]) * out.itemsize), 1)",
-        "size = a.shape[1]",
-        "amd::test_products_of_copies_are_complete[False-bf16]",
+        "default_cache::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
     ),
     "the first product of copies forgotten": (
         "_add_product_of_copies",
@@ -277,12 +137,6 @@ FAULTS: dict[str, Fault] = {
         "False",
         "self_check::test_nothing_runs_during_capture_and_compilation[captured]",
     ),
-    "the self-check runs with fake tensors": (
-        "_can_run",
-        "detect_fake_mode() is not None",
-        "False",
-        "self_check::test_nothing_runs_during_capture_and_compilation[faked]",
-    ),
     "torch.compile traces the self-check": (
         "self_check/verdict:",
         "obstacle._dynamo_marked_constant = True",
@@ -295,23 +149,11 @@ FAULTS: dict[str, Fault] = {
         "unchecked = False",
         "self_check::test_nothing_runs_during_capture_and_compilation[captured]",
     ),
-    "the explicit choice of unchecked kernels raises": (
-        "obstacle",
-        'unchecked = failure is None and backend == "auto"',
-        "unchecked = failure is None",
-        "self_check::test_nothing_runs_during_capture_and_compilation[captured]",
-    ),
     "the self-check is not remembered": (
         "_remember",
         "os.replace(temporary, file)",
         "os.unlink(temporary)",
         "self_check::test_a_check_that_passed_is_remembered_on_disk",
-    ),
-    "a failed self-check is remembered forever": (
-        "_remembered",
-        'is_old = not 0 <= time.time() - entry["time"] <= FAILURE_SECONDS',
-        "is_old = False",
-        "self_check::test_a_failure_is_remembered_for_an_hour",
     ),
     "the self-check of other kernels is trusted": (
         "_hash_of_sources",
@@ -319,29 +161,11 @@ FAULTS: dict[str, Fault] = {
         'folder.glob("*.py")',
         "self_check::test_a_changed_kernel_changes_the_hash",
     ),
-    "interpreted kernels that pass make compiled ones trusted": (
-        "self_check/verdict:_facts",
-        '("interpreted " if logit_tile.INTERPRETED else "") + _hash_of_sources()',
-        "_hash_of_sources()",
-        "self_check::test_the_result_of_interpreted_kernels_is_not_that_of_compiled_ones",
-    ),
-    "GSPO_SELF_CHECK=0 ignored": (
-        "_check_once",
-        "_facts(*key) if is_enabled() else None",
-        "_facts(*key)",
-        "self_check::test_the_variable_switches_the_check_off",
-    ),
     "every process runs the self-check": (
         "_locked",
         "fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         "self_check::test_processes_that_start_together_run_one_check",
-    ),
-    "every thread runs the self-check": (
-        "_check_once",
-        "_one_check",
-        "contextlib.nullcontext()",
-        "self_check::test_threads_run_one_check",
     ),
     "the self-check runs in the caller's thread": (
         "run_check",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.faults.table import Fault
+from faults.table import Fault
 
 FAULTS: dict[str, Fault] = {
     "tiles of the ranks in the wrong order": (
@@ -59,20 +59,7 @@ FAULTS: dict[str, Fault] = {
         "_differences",
         "any(fact != known[0] for fact in known)",
         "False",
-        "distributed/sharded::test_case[errors on every rank]",
-    ),
-    "soft-cap not compared": (
-        "head_values",
-        "_as_computed(arguments, rows)",
-        '{**_as_computed(arguments, rows), "logit_softcap": None}',
         "distributed/sharded::test_case[linear_log_probs with other arguments of a rank, tp_group]",
-    ),
-    "one field of the objective not compared": (
-        "policy_values",
-        '{f"objective.{x.name}": getattr(arguments.objective, x.name) for x in fields(arguments.objective)}',
-        '{f"objective.{x.name}": getattr(arguments.objective, x.name) for x in fields(arguments.objective) '
-        "if x.name != 'clip_low'}",
-        "distributed/sharded::test_case[policy_loss with other arguments of a rank, cp_group]",
     ),
     "an argument in neither list": (
         "policy_values",
@@ -92,12 +79,6 @@ FAULTS: dict[str, Fault] = {
         "value",
         "distributed/sharded::test_case[equal arguments that are spelled differently]",
     ),
-    "advantages per sequence not compared with a cp_group": (
-        "policy_values",
-        'values |= _of_sequences("advantages", arguments.advantages, policy, mask)',
-        "pass",
-        "distributed/sharded::test_case[policy_loss with other arguments of a rank, cp_group]",
-    ),
     "token weights per sequence not compared with a cp_group": (
         "policy_values",
         'values |= _of_sequences("token_weights", arguments.token_weights, policy, mask)',
@@ -109,18 +90,6 @@ FAULTS: dict[str, Fault] = {
         'return {f"environment variable {name}": read(device) for name, read in ENVIRONMENT.items()}',
         "return {}",
         "distributed/sharded::test_case[only the first call on an accelerator is compared]",
-    ),
-    "default caches of a cp_group compared": (
-        "EXCUSED",
-        '"cache_mib"',
-        '"the cache"',
-        "distributed/sharded::test_case[default caches of GPUs with different memory]",
-    ),
-    "default caches of a tp_group not compared": (
-        "head_values",
-        'f"{mib:g} (default)"',
-        '"default"',
-        "distributed/sharded::test_case[default caches of GPUs with different memory]",
     ),
     "an environment variable in neither list": (
         "ENVIRONMENT",
@@ -146,29 +115,11 @@ FAULTS: dict[str, Fault] = {
         "total, unmasked = at_target.double().sum(), head.mask.sum().double()",
         "distributed/sharded::test_case[work cp torch softcap]",
     ),
-    "ranks weighted without the temperature": (
-        "work_of_all_ranks",
-        "_mass_at_target(head, result, coefficient, head.mask & (coefficient != 0))",
-        "_mass_at_target(head._replace(temperature=None), result, coefficient, head.mask & (coefficient != 0))",
-        "distributed/sharded::test_case[work cp torch temperature]",
-    ),
-    "soft-cap of a rank without the temperature": (
-        "work_of_all_ranks",
-        "_least_mass(head, result, at_target)",
-        "_least_mass(head._replace(temperature=None), result, at_target)",
-        "distributed/sharded::test_case[work cp torch softcap one temperature]",
-    ),
     "live rows of ranks weighted equally": (
         "work_of_all_ranks",
         "x.double() * unmasked",
         "x.double() * (unmasked > 0)",
         "distributed/sharded::test_case[work cp torch softcap]",
-    ),
-    "masked tokens in ratio_min": (
-        "_sums_after_gate",
-        "torch.where(mask, x, torch.inf)",
-        "x",
-        "distributed/sharded::test_case[metrics of the loss, token ratios]",
     ),
     "masked tokens in the sums of ranks": (
         "_sums_after_gate",
@@ -178,14 +129,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "empty sequences in ratio_min": (
         "torch/sequence:_metrics",
-        "torch.where(filled, ratio, torch.inf)",
-        "ratio",
-        "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
-    ),
-    "empty sequences in ratio_max": (
-        "torch/sequence:_metrics",
-        "torch.where(filled, -ratio, torch.inf)",
-        "-ratio",
+        "torch.where(filled, torch.stack([ratio, -ratio]), torch.inf)",
+        "torch.stack([ratio, -ratio])",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
     ),
     "sequences that are empty on all ranks counted in means": (

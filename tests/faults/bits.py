@@ -1,6 +1,6 @@
 """Print hashes of all outputs of a fixed set of calls. Equal hashes before and after a change mean equal bits.
 
-    PYTHONPATH=tests python -m helpers.bits > before.json
+    PYTHONPATH=tests python -m faults.bits > before.json
 
 Bits depend on the processor and the versions of libraries, so compare only files made on the same machine.
 """
@@ -14,71 +14,30 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"  # see conftest.py
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES
 from helpers.samples import Sample, gradients, make_sample, run_fused
+from helpers.tile_choices import choices
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-WINDOW = {"clip_low": 0.2, "clip_high": 0.28}
-OBJECTIVES: list[dict[str, Any]] = [
-    {},
-    WINDOW,
-    {"ratio": "sequence-token"},
-    {"ratio": "token", **WINDOW},
-    {"dual_clip": 1.0005},
-    {"delta": 1.0006},
-    {"ratio": "token", **WINDOW, "dual_clip": 1.3, "kl_coef": 0.1, "kl_ratio_factor": True},
-    {"surrogate": "none"},
-    {"surrogate": "cispo", "ratio": "token", "clip_low": 1.0, "clip_high": 1.5},
-    {"surrogate": "cispo", "kl_coef": 0.1, "kl_ratio_factor": True},
-    {"surrogate": "sapo", "ratio": "token", **WINDOW},
-    {"surrogate": "sapo", **WINDOW, "sapo_temperature_pos": 2.0, "kl_coef": 0.1},
-    {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.3},
-    {"surrogate": "gmpo", **WINDOW, "kl_coef": 0.1},
-    {"surrogate": "reinforce", "ratio": "token", "aggregation": "seq-mean-token-sum"},
-    {"aggregation": "token-mean"},
-    {"aggregation": "seq-mean-token-sum"},
-    {"aggregation": "seq-mean-token-sum-norm", "length_norm": 11},
-    *({"kl_coef": 0.1, "kl_estimator": kind} for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")),
-    {"kl_coef": 0.1, "kl_aggregation": "token-mean"},
-    {"entropy_coef": 0.02},
-    {**WINDOW, "kl_coef": 0.1, "kl_ratio_factor": True, "entropy_coef": -0.02, "aggregation": "token-mean"},
-]
-HEADS: list[dict[str, Any]] = [
-    {},
-    {"bias": True},
-    {"logit_scale": 0.6, "logit_softcap": 5.0},
-    {"temperature": 0.7},
-    {"temperature": "per-token"},
-    {"padded_vocab": 11},
-    {"hidden_size": 24, "vocab": 331},
-    {"bias": True, "logit_scale": 0.6, "logit_softcap": 5.0, "temperature": "per-token", "padded_vocab": 11},
-]
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"packed": True},
-    {"holes": False},
-    {"per_token_advantages": True},
-    {"token_weights": True},
-    {"packed": True, "per_token_advantages": True, "token_weights": True},
-    {"on_policy": True},
-]
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
-
 
 def samples() -> Iterator[tuple[str, Sample]]:
     """Yield names and samples: each objective four times, with varying heads, layouts and dtypes."""
-    for i in range(4 * len(OBJECTIVES)):
-        objective, head = OBJECTIVES[i % len(OBJECTIVES)], HEADS[(i * 3 + i // 28) % len(HEADS)]
-        layout, dtype = LAYOUTS[(i * 2 + i // 28) % len(LAYOUTS)], DTYPES[(i + i // 28) % len(DTYPES)]
-        sample = make_sample(i, dtype=dtype, objective=Objective(**objective), **{**head, **layout})
-        yield f"{i} {objective} {head} {layout} {dtype}", sample
+    kinds: tuple[dict[str, Any], ...] = (OBJECTIVES, HEADS, LAYOUTS, DTYPES)
+    objectives, heads, layouts, dtypes = (list[tuple[str, Any]](x.items()) for x in kinds)
+    for i in range(4 * len(objectives)):
+        (name, fields), turn = objectives[i % len(objectives)], i // len(objectives)
+        head_name, head = heads[(3 * i + turn) % len(heads)]
+        layout_name, layout = layouts[(2 * i + turn) % len(layouts)]
+        dtype_name, dtype = dtypes[(i + 2 * turn) % len(dtypes)]
+        sample = make_sample(i, dtype=dtype, objective=Objective(**fields), **head, **layout)
+        yield f"{name}, {head_name}, {layout_name}, {dtype_name}", sample
 
 
 def digest(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
@@ -144,26 +103,13 @@ def adapter(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
     return of_loss(out, gradients(out.loss, leaves))
 
 
-def budgets(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
+def budget(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
     """Hash the results with a gradient budget, for a peaked policy and a vocabulary of many tiles."""
-    rng = torch.Generator().manual_seed(seed)
-    n, width, vocab = 300, 64, 1500
-    weight = torch.randn(vocab, width, generator=rng)
-    ids = torch.randint(0, 300, (n,), generator=rng)
-    hidden = weight[ids] * 1.2 + 0.3 * torch.randn(n, width, generator=rng)
-    leaves = {"hidden": hidden.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
-    offsets = torch.tensor([0, 120, 200, 300], dtype=torch.int32)
-    out = gspo_fused_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        ids,
-        torch.tensor([1.0, -0.5, 0.7]),
-        cu_seqlens=offsets,
-        gradient_budget=0.02,
-        backend=backend,
+    sample = make_sample(
+        seed, dtype=dtype, lengths=(120, 80, 100), hidden_size=64, vocab=1500, logit_std=12.0, packed=True
     )
-    print(backend, dtype, {k: round(v.item(), 4) for k, v in out.metrics.items() if "live" in k}, file=sys.stderr)
-    return of_loss(out, gradients(out.loss, leaves))
+    with choices():  # whether or not it saves time
+        return fused(sample, backend, gradient_budget=0.02)
 
 
 def hashes() -> dict[str, dict[str, str]]:
@@ -177,7 +123,7 @@ def hashes() -> dict[str, dict[str, str]]:
                 result[f"{backend} seams {name}"] = seams(sample, backend)
         for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
             result[f"{backend} adapter {dtype}"] = adapter(seed, dtype, backend)
-            result[f"{backend} budget {dtype}"] = budgets(seed, dtype, backend)
+            result[f"{backend} budget {dtype}"] = budget(seed, dtype, backend)
         sample = make_sample(7, objective=correction)
         rollout = sample.options["old_log_probs"] + 0.1
         result[f"{backend} correction"] = fused(sample, backend, rollout_log_probs=rollout)

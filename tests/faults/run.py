@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.faults.place import LIBRARY, ROOT, faulty_source
-from helpers.faults.table import Fault
+from faults.place import LIBRARY, ROOT, faulty_source
+from faults.table import Fault
 
 # Exit codes of a process that crashes because an interpreted kernel wrote out of bounds.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}

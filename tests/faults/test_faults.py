@@ -10,9 +10,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from helpers.faults import FAULTS
-from helpers.faults.place import faulty_source, find
-from helpers.faults.run import is_killed, run_with_fault
+from faults import FAULTS
+from faults.place import faulty_source, find
+from faults.run import is_killed, run_with_fault
 from helpers.marks import slow
 from stub.driver import COMPILER
 

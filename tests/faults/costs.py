@@ -1,7 +1,7 @@
 """Count the matrix products, bytes, kernel launches and compiled kernels of a training step. Nothing is timed.
 
-    PYTHONPATH=tests python -m helpers.costs            print the counts that differ from the golden file
-    PYTHONPATH=tests python -m helpers.costs --write    also rewrite tests/backends/golden_costs.json
+    PYTHONPATH=tests python -m faults.costs            print the counts that differ from the golden file
+    PYTHONPATH=tests python -m faults.costs --write    also rewrite tests/backends/golden_costs.json
 
 The counts do not depend on the machine, so a changed number means changed code. Products and bytes are counted at
 PyTorch's dispatcher, below our operators, so they check the metrics that the library reports.
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from helpers.counters import StepCounts, TorchLaunches
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
@@ -35,8 +36,6 @@ from gspo_kernels.benchmarks.peaked import make as make_policy
 from gspo_kernels.benchmarks.workloads import roles
 from gspo_kernels.tools.doctor import compile_cases as cases
 from gspo_kernels.tools.doctor.binding import specialise
-
-from .counters import StepCounts, TorchLaunches
 
 TESTS = Path(__file__).parent.parent
 GOLDEN = TESTS / "backends" / "golden_costs.json"
@@ -247,7 +246,7 @@ def in_new_process(function: str) -> Record:
 
     Triton reads TRITON_INTERPRET once per process.
     """
-    code = f"import json; from helpers import costs; print(json.dumps(costs.{function}()))"
+    code = f"import json; from faults import costs; print(json.dumps(costs.{function}()))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     environment |= {"TRITON_INTERPRET": "1"} if function == "interpreted" else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.faults import backends, core, integrations, sharded, torch_backend, triton_backend
+from faults import backends, core, integrations, sharded, torch_backend, triton_backend
 
 FAULTS = {
     **core.FAULTS,

@@ -10,5 +10,5 @@ from __future__ import annotations
 # to delete them.
 #
 # "parity::test_x" is the function test_x in test_parity.py. "trainers/trl::test_x" names the folder too: by this name,
-# repo/test_mutations.py skips tests of trainers that are not installed.
+# faults/test_faults.py skips tests of trainers that are not installed.
 Fault = tuple[str, str, str, str]

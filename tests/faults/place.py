@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from helpers.faults.table import Fault
+from faults.table import Fault
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LIBRARY = ("gspo_kernels", "integrations", "benchmarks")
 
 

@@ -1,0 +1,297 @@
+"""Faults in the integrations."""
+
+from __future__ import annotations
+
+from faults.table import Fault
+
+FAULTS: dict[str, Fault] = {
+    "head not restored after an error": (
+        "FusedHead._forward_with",
+        "try:\n"
+        "    for module, name in parents:\n"
+        "        module._modules[name] = stand_in\n"
+        "    output = forward(*args, **kwargs)\n"
+        "finally:\n"
+        "    for module, name in parents:\n"
+        "        module._modules[name] = self.head",
+        "try:\n"
+        "    for module, name in parents:\n"
+        "        module._modules[name] = stand_in\n"
+        "    output = self._forward(*args, **kwargs)\n"
+        "except ValueError:\n"
+        "    raise\n"
+        "for module, name in parents:\n"
+        "    module._modules[name] = self.head",
+        "huggingface::test_the_head_is_restored_after_an_error_inside_the_model",
+    ),
+    "a NaN difference accepted": (
+        "compare",
+        "not error <= allowed",
+        "error > allowed",
+        "huggingface::test_a_model_that_cannot_be_fused_is_refused_and_unchanged[a NaN in the weight]",
+    ),
+    "sign of a scale ignored": (
+        "measure",
+        "slope, plateau = from_small[0].item() / 2.0**-10, abs(from_large[0].item())",
+        "slope, plateau = abs(from_small[0].item()) / 2.0**-10, abs(from_large[0].item())",
+        "huggingface::test_negative_and_unlisted_scales_are_measured",
+    ),
+    "slime's clip fraction counts both bounds for every advantage": (
+        "trainers/slime:_clipped",
+        "bounded * advantages < ratio * advantages",
+        "bounded != ratio",
+        "seams::test_slimes_loss_and_metrics_are_its_sums_of_sample_means",
+    ),
+    "prime-rl's soft-cap ignored": (
+        "trainers/prime_rl:head",
+        'getattr(layer, "softcap", None)',
+        "None",
+        "seams::test_prime_rls_head_equals_its_logits[4.0]",
+    ),
+    "evaluation logged as training": (
+        "trainers/ms_swift:loss",
+        '"train" if trainer.model.training else "eval"',
+        '"train"',
+        "seams::test_ms_swifts_mode_is_train_or_eval",
+    ),
+    "a sum over answers instead of their mean": (
+        "trainers/openrlhf:PolicyLoss.forward",
+        "None if global_batch_size is None else global_batch_size / dp_size",
+        "1.0 if global_batch_size is None else global_batch_size / dp_size",
+        "seams::test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers",
+    ),
+    "TRL's mean loss divided by all positions": (
+        "ModelLogProbs.__call__",
+        "mask.sum().clamp(min=1)",
+        "mask.numel()",
+        "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
+    ),
+    "reference model not accelerated": (
+        "_accelerate",
+        '[x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]',
+        "[trainer.model]",
+        "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
+    ),
+    "learning rate of the previous update": (
+        "Optimizer.step",
+        "self._config.learning_rate_at(self.updates)",
+        "self._config.learning_rate_at(max(0, self.updates - 1))",
+        "trainer_numbers::test_the_optimizer_takes_the_step_of_adamw",
+    ),
+    "trainers of one model share their settings": (
+        "_accelerate",
+        "call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))",
+        "pass",
+        "trainers/trl_budget::test_trainers_of_one_model_use_their_own_settings",
+    ),
+    "hidden states shifted by one token before TRL 1.15": (
+        "_score.score",
+        "hidden[:, :-1][:, -targets.shape[1] :]",
+        "hidden[:, -targets.shape[1] :]",
+        "trainers/trl::test_log_probs_before_trl_1_15_equal_those_of_logits",
+    ),
+    "verl: entropies that are only logged have a gradient": (
+        "verl/engine:_Score.__init__",
+        "self.detach_entropy = entropy_is_only_logged",
+        "self.detach_entropy = entropy_is_only_logged and settings.gradient_budget > 0",
+        "trainers/verl_budget::test_entropies_that_are_only_logged_have_no_backward",
+    ),
+    "verl's loss_scale_factor ignored": (
+        "verl/policy_loss:gspo_policy_loss",
+        'batch.get("loss_scale_factor") or response_mask.shape[1]',
+        "response_mask.shape[1]",
+        "trainers/verl_parity::test_our_policy_loss_in_verls_registry_equals_verls_gspo[seq-mean-token-sum-norm]",
+    ),
+    "verl's bounds swapped": (
+        "clip_window",
+        "low, high = config.clip_ratio_low, config.clip_ratio_high",
+        "high, low = config.clip_ratio_low, config.clip_ratio_high",
+        "trainers/verl_parity::test_each_clip_bound_defaults_to_clip_ratio",
+    ),
+    "verl's nested responses read as padded": (
+        "_predicts_response",
+        "responses.is_nested",
+        "False",
+        "trainers/verl_parity::test_positions_of_nested_responses_are_masked_correctly",
+    ),
+    "replies of the environment trained on": (
+        "reply_to",
+        "dialogue.add(ids, reply, log_probs=None)",
+        "dialogue.add(ids, reply, log_probs=[0.0] * len(ids))",
+        "trainer_tasks::test_a_dialogue_masks_the_calculators_replies",
+    ),
+    "sampling without the temperature": (
+        "ChosenTokens.__call__",
+        "scores / self._temperature",
+        "scores",
+        "trainer_sampling::test_answers_have_the_probabilities_that_the_loss_computes",
+    ),
+    "all steps have the same random numbers": (
+        "Training.train_step",
+        "(self.seed, step, place)",
+        "(self.seed, 1, place)",
+        "trainer_sampling::test_a_run_names_each_stream_by_seed_step_and_place",
+    ),
+    "each process numbers its prompts from 0": (
+        "Training.train_step",
+        "distributed.share([(self.seed, step, place) for place in range(len(examples))])",
+        "[(self.seed, step, place) for place in range(len(distributed.share(examples)))]",
+        "trainer_ranks::test_two_processes_train_like_one[ddp]",
+    ),
+    "an error in a reward function stops the run": (
+        "Rewards._call",
+        "Exception",
+        "ValueError",
+        "trainer_tasks::test_a_failed_component_scores_zero_and_is_reported",
+    ),
+    "running moments of rewards not restored": (
+        "Training.restore",
+        'self.running = RunningMoments(**{name: saved["running"][name] for name in CHECKPOINT["running"]})',
+        "pass",
+        "trainer_resume::test_an_interrupted_run_continues_to_the_bit[checkpoint]",
+    ),
+    "gradients of all but the last micro-batch lost in half precision": (
+        "Optimizer.collect",
+        "gradient if master.grad is None else master.grad + gradient",
+        "gradient",
+        "trainer_options::test_bf16_weights_have_fp32_masters",
+    ),
+    "failed rewards of the first process only": (
+        "joined",
+        "[x for part in parts for x in part.failures]",
+        "list(parts[0].failures)",
+        "trainer_numbers::test_every_number_of_two_processes_equals_its_definition",
+    ),
+    "kl_aggregation ignored in the trainer's divisor": (
+        "normalizers",
+        "of.kl_aggregation",
+        "False",
+        "trainer_numbers::test_an_update_equals_the_formulas[sequences, KL of tokens-0]",
+    ),
+    "old log-probs without the temperature": (
+        "log_probs_of.log_probs",
+        '{"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}',
+        '{"mask": rollout.answer_mask, "backend": config.backend}',
+        "trainer_numbers::test_an_update_equals_the_formulas[tokens of all-0]",
+    ),
+    "turns of all answers counted as equally many": (
+        "advantages_of_turns",
+        "[answer // config.group_size for answer, count in enumerate(counts) for _ in range(count)]",
+        "[row // (config.group_size * max(counts)) for row in range(sum(counts))]",
+        "trainer_numbers::test_turns_of_unequal_number_belong_to_the_prompt_of_their_answer",
+    ),
+    "KL of masked tokens subtracted from rewards": (
+        "advantages_of_scored",
+        '(kl(options["kl_estimator"]) * mask).sum(1)',
+        'kl(options["kl_estimator"]).sum(1)',
+        "trainer_numbers::test_the_kl_in_advantages_is_that_of_unmasked_tokens[k3]",
+    ),
+    "routing recorded but not replayed": (
+        "routing.hook",
+        "return logits, probabilities.to(weights.dtype), experts",
+        "return output",
+        "compare::test_replayed_routing_computes_with_the_recorded_experts",
+    ),
+    "changed prompts accepted": (
+        "start_of",
+        'then.get("prompts", record["prompts"]) != record["prompts"]',
+        "False",
+        "trainer_resume::test_changed_data_are_refused",
+    ),
+    "a run that has trained starts again": (
+        "start_of",
+        "check_untrained(config.folder)",
+        "pass",
+        "trainer_resume::test_without_a_checkpoint_a_run_that_has_trained_is_kept[model-seed0]",
+    ),
+    "two runs in one folder": (
+        "RunFolder._lock",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "trainer_resume::test_a_folder_is_written_by_one_run_at_a_time",
+    ),
+    "checksums of a checkpoint not compared": (
+        "read_checkpoint",
+        "archive.testzip()",
+        "None",
+        "trainer_resume::test_a_flipped_bit_is_found",
+    ),
+    "half of a line stays in the metrics": (
+        "RunFolder._append",
+        "file.truncate(size)",
+        "pass",
+        "trainer_resume::test_a_file_that_the_system_refuses_is_named_and_nothing_is_left[metrics.jsonl]",
+    ),
+    "a model lost if its successor cannot replace it": (
+        "replacing",
+        "replaced.rename(path)",
+        "pass",
+        "trainer_resume::test_a_folder_that_cannot_be_replaced_is_kept[KeyboardInterrupt()]",
+    ),
+    "half of a step saved": (
+        "Training.save_stopped",
+        "self.updating",
+        "False",
+        "trainer_resume::test_a_second_signal_in_the_updates_saves_nothing",
+    ),
+    "a process that stops alone": (
+        "Training.evaluate",
+        "together = joined(distributed.gather(joined(rewards)))",
+        "together = joined(rewards)",
+        "trainer_ranks::test_processes_stop_together_if_the_calls_of_all_fail",
+    ),
+    "answers without a reward counted": (
+        "RewardBatch.scored",
+        "any(column[i] is not None for column in columns)",
+        "True",
+        "trainer_tasks::test_a_component_that_returns_none_does_not_apply",
+    ),
+    "a clip window of GSPOConfig is not checked": (
+        "GSPOConfig.__post_init__",
+        "_check_loss(self)",
+        "pass",
+        "trainers/trl_settings::test_a_setting_of_the_loss_is_checked_when_the_config_is_made",
+    ),
+    "restore_trainer leaves the trainer's methods": (
+        "restore_trainer",
+        "restore_methods(trainer, check)",
+        "pass",
+        "trainers/trl_restore::test_a_restored_trainer_is_a_stock_trainer[False-False]",
+    ),
+    "restore_trainer takes a shared model from the other trainer": (
+        "restore_trainer",
+        "others = users.trainers()",
+        "others = []",
+        "trainers/trl_restore::test_trainers_that_share_a_model_are_restored_one_by_one",
+    ),
+    "log-probs of the sampler at temperature 1": (
+        "ChosenTokens.__call__",
+        "logits.log_softmax(-1)",
+        "scores.log_softmax(-1)",
+        "integrations/trainer_mismatch::test_the_sampler_reports_the_log_probs_of_its_tokens[0.7]",
+    ),
+    "weights stay rounded after sampling": (
+        "sampler_weights",
+        "parameter.data = data",
+        "pass",
+        "integrations/trainer_mismatch::test_rounded_weights_sample_and_the_exact_ones_come_back",
+    ),
+    "models of deleted trainers are held": (
+        "_accelerate",
+        "vars(base)[_USERS].add(trainer)",
+        "Users.last = vars(base)[_USERS].add(trainer) or models",
+        "trainers/trl_restore::test_a_deleted_trainer_frees_its_models_by_one_collection[False-False]",
+    ),
+    "a changed scale of logits not noticed": (
+        "FusedHead._identity",
+        "return *identity(self.head), *numbers, *((name, x, x._version) for name, x in tensors)",
+        "return identity(self.head)",
+        "huggingface::test_a_changed_number_is_noticed_by_the_next_call[scale of the model]",
+    ),
+    "a token that the sampler could not score makes the loss NaN": (
+        "loss_of_log_probs",
+        'torch.where(rollout.isnan(), options["old_log_probs"], rollout)',
+        "rollout",
+        "seams::test_a_token_that_the_sampler_could_not_score_has_weight_one",
+    ),
+}

@@ -10,6 +10,7 @@ COMMANDS = {
     "trainer": "suites.trainer",
     "sparsity": "suites.sparsity",
     "fidelity": "studies.fidelity",
+    "precision": "studies.precision",
     "policy": "studies.policy",
     "budgets": "studies.budgets",
     "report": "report.pages",

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ..studies.compare_report import draw
-from .summary import LENGTH, wrong_decisions
+from .summary import HALF, LENGTH, wrong_in_models
 from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
 
 CAST = "TRL cast_lm_head_to_fp32"
@@ -119,7 +119,7 @@ def draw_fidelity(results: Results, path: Path) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(f"tokens per answer (synthetic policy, bf16 weights, vocabulary of {study['vocab']:,})")
     axes.set(ylabel="clip decisions that differ\nfrom float64 (%)", ylim=(0, 45))
-    axes.set_title("Rounding logits to bf16 flips clip decisions", fontsize=13, weight="bold")
+    axes.set_title("The head alone: rounding logits to bf16 flips clip decisions", fontsize=13, weight="bold")
     save(figure, path)
 
 
@@ -154,7 +154,7 @@ def draw_trainer(results: Results, path: Path) -> None:
     save(figure, path)
 
 
-def draw_readme(trainer: Results, fidelity: Results, path: Path) -> None:
+def draw_readme(trainer: Results, precision: Results, path: Path) -> None:
     """Draw the README's figure: wrong clip decisions and peak memory in bfloat16, a bar per implementation."""
     names = {
         NAIVE: "full logits\n(TRL before 1.15)",
@@ -164,7 +164,7 @@ def draw_readme(trainer: Results, fidelity: Results, path: Path) -> None:
     }
     part = trainer["bfloat16"]
     steps = by_name(part["steps"])
-    wrong = wrong_decisions(fidelity)
+    wrong = wrong_in_models(precision)
     peaks = {name: steps[name]["peak_bytes"] / 2**20 for name in names}
     figure, axes = panels(2)
     colors = [BLUE if name == OURS else ORANGE for name in names]
@@ -172,7 +172,7 @@ def draw_readme(trainer: Results, fidelity: Results, path: Path) -> None:
         (
             wrong,
             "{:.2g}%",
-            f"clip decisions that differ from float64\n(synthetic policy, {LENGTH:,} tokens per answer)",
+            f"clip decisions that differ from float64\n(whole model, {HALF}, {LENGTH:,} tokens)",
         ),
         (peaks, "{:,.0f} MiB", f"peak memory of a training step in TRL\n({part['tokens']:,} tokens, beyond the model)"),
     )
@@ -181,9 +181,10 @@ def draw_readme(trainer: Results, fidelity: Results, path: Path) -> None:
         panel.set_title(title, fontsize=10)
     axes[-1].set_yticks([])
     share = peaks[OURS] / peaks["TRL fused head"]
+    full, ours = wrong[NAIVE], wrong[OURS]
     figure.suptitle(
-        f"In bf16, full logits get {wrong[NAIVE]:.0f}% of GSPO's clip decisions wrong.\n"
-        f"gspo_kernels gets {wrong[OURS]:.1g}% wrong, with {share:.0%} of the memory of TRL 1.16.",
+        f"In bf16, full logits get {full:.0f}% of GSPO's clip decisions wrong, gspo_kernels {ours:.0f}%,\n"
+        f"with {share:.0%} of the memory of TRL 1.16. The body of the model causes the rest.",
         fontsize=13,
         weight="bold",
     )

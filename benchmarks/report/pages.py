@@ -28,8 +28,14 @@ from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
 COMPARISON = ROOT / "docs" / "comparison.md"  # written like README.md
+PRECISION = ROOT / "docs" / "guides" / "precision.md"  # written like README.md
 TEMPLATE = Path(__file__).with_name("page.md")
 BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
+PRECISION_BLOCK = """{bodies}
+
+- **{for_bf16}.**
+- **{for_fp16}.**
+- {alone}."""
 Draw = Callable[..., None]  # of the results of each source, and the path of the figure
 NO_GPU = "**Nothing here was measured on a GPU.** "
 
@@ -61,13 +67,15 @@ def texts() -> dict[Path, str]:
     gpu = "" if any(len(files(suite)) > 1 for suite in SECTIONS) else NO_GPU
     common = {"gpu": gpu, "helps": summary.helps(first), "loses": summary.loses(first)}
     common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
+    common |= summary.rounding(first)
     common |= verdicts([first["compare"], first["compare_fast"]]) | verdicts([first["moe"], first["moe_fast"]])
     page = [introduction.format(**common)]
     for suite, _, prose in (section.partition(" -->\n") for section in sections):
         for path in files(suite):
             with naming(path):
                 page.append(prose.format(**common, **fields[path]))
-    blocks = {README: summary.readme(first), COMPARISON: summary.comparison(first)}
+    precision = PRECISION_BLOCK.format(**summary.rounding(first))
+    blocks = {README: summary.readme(first), COMPARISON: summary.comparison(first), PRECISION: precision}
     filled = {path: with_block(path.read_text(), block) for path, block in blocks.items()}
     return {**filled, PAGE: "\n".join(page), scale.PAGE: scale.page()}
 
@@ -98,7 +106,7 @@ def figures_by_name() -> dict[str, tuple[list[Path], Draw]]:
     from . import figures  # matplotlib takes a second to import
 
     of_suites = {path.stem: ([path], draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
-    return of_suites | {"readme-cpu": ([files("trainer")[0], files("fidelity")[0]], figures.draw_readme)}
+    return of_suites | {"readme-cpu": ([files("trainer")[0], files("precision")[0]], figures.draw_readme)}
 
 
 def digest(sources: list[Path]) -> str:

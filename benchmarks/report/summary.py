@@ -16,6 +16,7 @@ from .tables import (
     by_name,
     candidates_table,
     error_of,
+    headline_run,
     mib,
     over_naive,
     shown,
@@ -35,6 +36,7 @@ DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # in the order of the README's
 OTHER_LOSS = "naive GRPO"  # not compared, because it computes a different loss
 LENGTH = 1024  # tokens per sequence, for wrong clip decisions
 LIMIT = 0.01  # upper end of the 95 % interval of wrong decisions, for an implementation that counts as precise
+HALF = "bf16 autocast"  # the body whose wrong clip decisions the README shows
 Values = dict[str, float]
 
 
@@ -54,10 +56,17 @@ def peaks(records: list[Results]) -> Values:
 
 
 def wrong_decisions(fidelity: Results) -> Values:
-    """Percentage of wrong clip decisions by implementation, for the synthetic policy."""
+    """Percentage of wrong clip decisions of the head alone by implementation, for the synthetic policy."""
     study = fidelity["sets"]["synthetic"]
     at = study["lengths"].index(LENGTH)
     wrong = {record["name"]: 100 * record["wrong"][at] for record in study["implementations"]}
+    return wrong | {name: wrong[same] for name, same in SAME_LOG_PROBS.items() if name not in wrong}
+
+
+def wrong_in_models(precision: Results, body: str = HALF) -> Values:
+    """Percentage of wrong clip decisions of the whole model by head, for a body."""
+    records = headline_run(precision)["bodies"][body]
+    wrong = {r["name"]: 100 * r["wrong"][r["lengths"].index(LENGTH)] for r in records}
     return wrong | {name: wrong[same] for name, same in SAME_LOG_PROBS.items() if name not in wrong}
 
 
@@ -76,7 +85,12 @@ def helps(first: Results) -> str:
         (f"peak MiB, {rl_like['on']['tokens']:,} tokens", peaks(rl_like["candidates"]), ",.0f"),
         (f"peak MiB, {large['tokens']:,} tokens", peaks(large["candidates"]), ",.0f"),
         ("peak MiB of a step of TRL's trainer", peaks(first["trainer"]["float32"]["steps"]), ",.0f"),
-        (f"wrong clip decisions in %, sequences of {LENGTH:,} tokens", wrong_decisions(first["fidelity"]), ".2g"),
+        (
+            f"wrong clip decisions in %, whole model, {HALF}, {LENGTH:,} tokens",
+            wrong_in_models(first["precision"]),
+            ".2g",
+        ),
+        ("the same of the head alone, for the same bf16 hidden states", wrong_decisions(first["fidelity"]), ".2g"),
     ]
     rows = []
     for what, values, form in comparisons:
@@ -134,8 +148,8 @@ def comparison(first: Results) -> str:
     half = run_of(first, "rl-like", "bfloat16")
     large = max(first["step"]["memory"]["points"], key=lambda point: point["tokens"])
     names = [*by_name(exact["candidates"]), "TRL cast_lm_head_to_fp32"]
-    wrong = wrong_decisions(first["fidelity"])
-    decisions = [{"name": name, "percent": wrong[name]} for name in names if name in wrong]
+    shares = wrong_in_models(first["precision"]), wrong_decisions(first["fidelity"])
+    whole, alone = ([{"name": name, "percent": x[name]} for name in names if name in x] for x in shares)
     tokens = f"{exact['on']['tokens']:,} tokens"
     return candidates_table(
         {
@@ -145,14 +159,15 @@ def comparison(first: Results) -> str:
             "time, some tokens without one": (exact["candidates"], over_naive),
             "time, the same in bf16": (half["candidates"], over_naive),
             "error of gradients, bf16": (half["candidates"], error_of),
-            "wrong clip decisions": (decisions, lambda r: f"{r['percent']:.2g}%" if r else "-"),
+            "wrong clip decisions, whole model": (whole, percentage),
+            "wrong clip decisions, head alone": (alone, percentage),
         }
     )
 
 
 def readme(first: Results) -> str:
     """The README's table and the text below it, from `readme.md`."""
-    wrong = wrong_decisions(first["fidelity"])
+    wrong = wrong_in_models(first["precision"])
     parts = first["trainer"]
     rows = []
     for name, label in README_ROWS.items():
@@ -163,8 +178,31 @@ def readme(first: Results) -> str:
             cells += [f"{mib(record)} MiB", f"{over_naive(record)}x"]
         rows.append((label, *cells))
     columns = (f"{what}, {short}" for short in DTYPES.values() for what in ("peak memory", "step time"))
-    header = ("", "wrong clip decisions, bf16", *columns)
+    header = ("", f"wrong clip decisions, {HALF}", *columns)
     part = parts["float32"]
     text = Path(__file__).with_name("readme.md").read_text().strip()
     caches = [f"{part['steps'][-1]['cache_mib']:,}" for part in parts.values()]
-    return text.format(table=table(header, rows), on=part, caches=caches)
+    return text.format(table=table(header, rows), on=part, caches=caches, **rounding(first))
+
+
+def rounding(first: Results) -> dict[str, str]:
+    """Sentences about the clip decisions that rounding changes, and a table for docs/guides/precision.md."""
+    whole = {body: wrong_in_models(first["precision"], body) for body in headline_run(first["precision"])["bodies"]}
+    alone = wrong_decisions(first["fidelity"])
+    half, best = whole[HALF], whole["fp16 autocast"]
+    names = {NAIVE: "full logits", "fp32 logits": "fp32 logits, stored in full", OURS: "`gspo_kernels`"}
+    rows = [(body, *(percentage({"percent": x[name]}) for name in names)) for body, x in whole.items()]
+    of = first["precision"]["model"]
+    return {
+        "bodies": table(("body of the model", *names.values()), rows),
+        "for_bf16": f"In bf16 (autocast), full logits get {half[NAIVE]:.2g}% of the clip decisions wrong, gspo_kernels "
+        f"{half[OURS]:.2g}%. The rest is rounding in the body, which no head can undo",
+        "for_fp16": f"In fp16 (autocast), it is {best[NAIVE]:.2g}% and {best[OURS]:.2g}%",
+        "alone": f"For the same bf16 hidden states, the head alone gets {alone[NAIVE]:.2g}% wrong with full logits and "
+        f"{alone[OURS]:.1g}% with gspo_kernels",
+        "of_model": f"a Qwen3 with {of['layers']} layers, H = {of['H']} and V = {of['V']:,}, trained on source code",
+    }
+
+
+def percentage(record: Results) -> str:
+    return f"{record['percent']:.2g}%" if record else "-"

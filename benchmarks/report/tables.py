@@ -174,6 +174,47 @@ def fidelity(results: Results) -> Texts:
     return {"trained": "Not measured.", **texts}
 
 
+HEADLINE_RATE = 1e-6  # learning rate of the updates in the tables of whole models
+
+
+def headline_run(results: Results) -> Results:
+    """The run of the precision study whose numbers are shown first."""
+    return next(run for run in results["runs"] if run["learning rate"] == HEADLINE_RATE)
+
+
+def precision(results: Results) -> Texts:
+    rows: dict[tuple[str, ...], list[str]] = {}  # heads with equal numbers share a row
+    for body, records in headline_run(results)["bodies"].items():
+        for r in records:
+            at = r["lengths"].index(1024)
+            rounded = r.get("against rounded weights")
+            counted = r["measured answers"]
+            cells = (
+                body, *(f"{r['log-ratio'][key]:.1e}" for key in ("std of tokens", "std of answers")),
+                *map(percent, r["wrong"]), interval([100 * x for x in r["95 %"][at]], ".1f"),
+                percent(rounded["wrong"][at]) if rounded else "-", f"{counted['counted']} of {counted['answers']}",
+            )  # fmt: skip  # a cell each
+            rows.setdefault(cells, []).append(shown(r["name"]))
+    lengths = [f"{length:,} tokens" for length in next(iter(results["runs"][0]["bodies"].values()))[0]["lengths"]]
+    errors = ("error of tokens", "of answers")
+    header = ("body", "head", *errors, *lengths, "95 %, 1,024 tokens", "rounded weights", "counted")
+    by_rate = []
+    for body in headline_run(results)["bodies"]:
+        cells = []
+        for run in results["runs"]:
+            by_head = by_name(run["bodies"][body])
+            shares = (by_head[name]["wrong"][by_head[name]["lengths"].index(1024)] for name in (NAIVE, OURS))
+            cells.append(", ".join(map(percent, shares)))
+        by_rate.append((body, *cells))
+    spreads = [(run["learning rate"], run["true log-ratio"]) for run in results["runs"]]
+    return {
+        "table": table(header, [(body, ", ".join(heads), *cells) for (body, *cells), heads in rows.items()]),
+        "rates": table(("body", *(f"learning rate {run['learning rate']:g}" for run in results["runs"])), by_rate),
+        "spreads": "; ".join(f"{rate:g}: {x['std']:.1e}, {x['clipped']:.0%} clipped" for rate, x in spreads),
+        "left_out": "; ".join(f"{name} ({why})" for name, why in results["not measured"].items()) or "none",
+    }
+
+
 def drifts(differences: Results, arm: str, control: str) -> bool:
     """True if the 95 % interval of an arm's difference includes neither 0 nor the control's mean difference."""
     low, high = differences[arm]["95 %"]
@@ -204,7 +245,7 @@ def budgets(results: Results) -> Texts:
 
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
-    "fidelity": fidelity, "budgets": budgets,
+    "precision": precision, "fidelity": fidelity, "budgets": budgets,
     **dict.fromkeys(
         ("compare", "compare_fast", "moe", "moe_fast", "mismatch"),
         lambda results: {"table": table(*compare_report.rows(results))},

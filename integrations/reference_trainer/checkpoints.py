@@ -21,7 +21,7 @@ from .update import TrainingError
 CHECKPOINT = {
     "seed": int,
     "step": int,
-    "optimizer": {"updates": int, "weights": dict},
+    "optimizer": {"updates": int, "weights": dict, "loss_scale": float, "updates_at_scale": int},
     "running": dict.fromkeys(("count", "mean", "variance"), (Tensor, type(None))),
     "sizes": {"metrics.jsonl": int, "samples.jsonl": int},
 }

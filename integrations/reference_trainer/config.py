@@ -19,7 +19,7 @@ from ..tasks import InputError
 GROUP_ADVANTAGES = (Step("group_advantages", {}),)
 CHOICES = {
     "schedule": ("constant", "linear", "cosine"),
-    "precision": ("fp32", "bf16", "autocast"),
+    "precision": ("fp32", "bf16", "autocast", "fp16", "fp16-autocast"),
     "sampler_precision": ("", "bf16"),
     "old_log_probs": ("trainer", "sampler"),
     "quantization": ("", "8bit", "4bit"),
@@ -91,7 +91,9 @@ class TrainConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     # The model
-    precision: str = "fp32"  # of the weights; bf16: with fp32 masters in the optimizer; autocast: fp32, bf16 products
+    # fp32; bf16, fp16: weights of this dtype, with fp32 masters; autocast, fp16-autocast: fp32 weights, products of
+    # bf16 or fp16. With fp16 the loss is scaled (optimizer.py).
+    precision: str = "fp32"
     lora_rank: int = 0  # 0: train all weights
     lora_alpha: float = 32.0
     lora_head: bool = False  # an adapter on the language-model head too
@@ -203,6 +205,16 @@ class TrainConfig:
     def total_updates(self) -> int:
         """Number of optimizer updates of a run."""
         return self.steps * self.epochs * self.updates_per_rollout
+
+    @property
+    def half_dtype(self) -> str | None:
+        """The name of the half precision in which products are computed; None for fp32."""
+        return {"fp32": None, "bf16": "bfloat16", "autocast": "bfloat16"}.get(self.precision, "float16")
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether weights stay fp32 and autocast rounds the operands of products."""
+        return self.precision.endswith("autocast")
 
     @property
     def folder(self) -> Path:

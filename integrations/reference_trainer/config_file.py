@@ -56,6 +56,7 @@ TRL_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
     "beta": "kl_coef",
     "bf16": "precision=bf16 or precision=autocast",
+    "fp16": "precision=fp16 or precision=fp16-autocast",
     "dataset_name": "data",
     "epsilon": "clip_low and clip_high",
     "epsilon_high": "clip_high",

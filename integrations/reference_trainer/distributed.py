@@ -96,7 +96,7 @@ def average_gradients(weights: Sequence[nn.Parameter]) -> None:
 def shard(policy: Policy, config: TrainConfig) -> None:
     """Shard the weights of a policy over the processes with FSDP2, one group of weights per decoder layer."""
     mesh = init_device_mesh(policy.device.type, (world(),))
-    low = torch.bfloat16 if config.precision == "bf16" else None
+    low = None if config.uses_autocast or config.half_dtype is None else getattr(torch, config.half_dtype)
     options: Any = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)}
     layers = decoder_config(policy.inner).num_hidden_layers
     for module in policy.inner.modules():

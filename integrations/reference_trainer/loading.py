@@ -30,8 +30,10 @@ def set_seed(seed: int) -> None:
 
 
 def weight_dtype(config: TrainConfig) -> torch.dtype:
-    """The dtype of the weights. FSDP2 keeps them in fp32, and gathers them in bf16 for precision="bf16"."""
-    return torch.bfloat16 if config.precision == "bf16" and config.parallel != "fsdp2" else torch.float32
+    """The dtype of the weights. FSDP2 keeps them in fp32, and gathers them in bf16 or fp16."""
+    if config.half_dtype is None or config.uses_autocast or config.parallel == "fsdp2":
+        return torch.float32
+    return getattr(torch, config.half_dtype)
 
 
 def policy_of_seed(config: TrainConfig, seed: int, characters: str, device: torch.device) -> Policy:
@@ -112,7 +114,7 @@ def quantization(config: TrainConfig) -> Any:
         raise InputError(f"quantization={config.quantization}: bitsandbytes cannot be used here: {error}") from error
     if config.quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
-    dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
+    dtype = getattr(torch, config.half_dtype or "float32")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 

@@ -68,7 +68,7 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
         weights += trainable * trained_item
     rows = (config.micro_batch_size or config.mini_batch_size) * config.max_new_tokens
     with FakeTensorMode():
-        dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
+        dtype = getattr(torch, config.half_dtype or "float32")
         sizes = memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
         backend = dispatch.pick_backend(TensorChecks("gspo train"), config.backend, device)
         cache = cache_limit(Checks("gspo train"), config.cache_mib, device)

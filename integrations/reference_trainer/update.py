@@ -15,7 +15,7 @@ from gspo_kernels import LossOutput, gspo_fused_loss, linear_log_probs
 
 from .config import TrainConfig
 from .distributed import gather, gather_rows, share, world
-from .measures import Update, joined, measured, numbers, router_sums
+from .measures import Measures, Update, joined, measured, numbers, router_sums
 from .optimizer import Optimizer
 from .policy import Policy, decoder_config
 from .routing import routing, stacked
@@ -62,8 +62,9 @@ def take(record: Any, rows: Tensor) -> Any:
 
 
 def autocast(config: TrainConfig, policy: Policy) -> torch.autocast:
-    """An autocast to bfloat16, enabled only by precision="autocast"."""
-    return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.precision == "autocast")
+    """An autocast to bf16 or fp16, enabled only if the precision asks for it."""
+    dtype = getattr(torch, config.half_dtype or "bfloat16")
+    return torch.autocast(policy.device.type, dtype, enabled=config.uses_autocast)
 
 
 def mini_batches(config: TrainConfig, seed: int, step: int) -> list[list[Tensor]]:
@@ -147,9 +148,24 @@ def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
 def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> Update:
     """Take one optimizer step on a mini-batch, the `rows` of `batch`. Return its metrics, over all processes.
 
+    In fp16, gradients that overflow are computed again with a smaller loss scale.
+
     Raises:
         NotFiniteError: the loss or the norm of the gradient is not finite. The step is not taken.
     """
+    shown, together = gradients(config, policy, optimizer, batch, rows)
+    while not math.isfinite(shown["grad_norm"]) and math.isfinite(shown["loss"]) and optimizer.lower_loss_scale():
+        shown, together = gradients(config, policy, optimizer, batch, rows)
+    if not math.isfinite(shown["loss"]) or not math.isfinite(shown["grad_norm"]):
+        raise NotFiniteError(shown, take(batch, rows))
+    optimizer.step()
+    return Update(shown, together)
+
+
+def gradients(
+    config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor
+) -> tuple[dict[str, float], Measures]:
+    """Compute the clipped gradients of a mini-batch. Return the numbers to show, and its measures as sums."""
     optimizer.zero_grad()
     divisors = normalizers(config, take(batch.rollout, rows).answer_mask)
     parts = micro_batches(config, rows)
@@ -165,8 +181,7 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
         if policy.router_loss_weight:
             loss = loss + policy.router_loss_weight * model_output.aux_loss / len(parts)  # a mean over micro-batches
             router_losses.append(model_output.aux_loss.detach())
-        loss.backward()
-        optimizer.collect()
+        optimizer.backward(loss)
         losses.append(loss.detach())
     # Normalizers count all micro-batches and are divided by the number of processes. So losses of micro-batches add up,
     # and the loss is the mean over processes.
@@ -176,11 +191,10 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
     shown = {"loss": fmean(loss for loss, *_ in of_processes), **numbers(together)}
     if router_losses:
         shown["router_aux_loss"] = fmean(x for _, values, _ in of_processes for x in values)
+    if config.half_dtype == "float16":
+        shown["loss_scale"] = optimizer.loss_scale
     shown["grad_norm"] = optimizer.clip()
-    if not math.isfinite(shown["loss"]) or not math.isfinite(shown["grad_norm"]):
-        raise NotFiniteError(shown, take(batch, rows))
-    optimizer.step()
-    return Update(shown, together)
+    return shown, together
 
 
 def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]) -> Callable[..., LossOutput]:

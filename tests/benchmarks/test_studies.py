@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.utils.logging import enable_progress_bar
 
 from gspo_kernels.benchmarks import peaked
-from gspo_kernels.benchmarks.report import figures
-from gspo_kernels.benchmarks.studies import budgets, fidelity, policy
+from gspo_kernels.benchmarks.report import figures, tables
+from gspo_kernels.benchmarks.studies import budgets, fidelity, policy, precision
 from gspo_kernels.benchmarks.workloads import BUDGETS, Head
 
 CPU = torch.device("cpu")
@@ -77,6 +77,30 @@ def test_fidelity_reports_a_missing_trained_policy_and_measures_the_rest(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("length", precision.LENGTHS)
+def test_errors_of_answers_flip_the_share_of_decisions_that_the_normal_distribution_gives(length: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    of_answers = 2e-4 * torch.randn(400, 1, generator=rng, dtype=torch.float64)  # the error of each token of an answer
+    share = precision.wrong(of_answers.expand(-1, 512), length, rng).item()
+    chained = of_answers.view(-1) / max(1, length / 512) ** 0.5  # standard deviation of the mean of several answers
+    assert share == pytest.approx(fidelity.flip_chance(chained).mean().item(), rel=0.1)
+    assert precision.wrong(torch.zeros(4, 512, dtype=torch.float64), length, rng) == 0
+
+
+def test_whole_models_round_less_in_fp16_than_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "HEADS", (NAIVE, OURS))
+    results = run_tiny(precision, tmp_path / "results.json")
+    bodies = {body: tables.by_name(records) for body, records in results["runs"][0]["bodies"].items()}
+    error = {
+        body: {name: r["log-ratio"]["std of tokens"] for name, r in heads.items()} for body, heads in bodies.items()
+    }
+    for head in (NAIVE, OURS, precision.FP32_LOGITS):
+        assert error["fp32"][head] < 1e-6 < error["fp16 autocast"][head] < error["bf16 autocast"][head] / 4
+    assert all(error[body][OURS] < error[body][NAIVE] for body in bodies if body != "fp32")
+    assert bodies["fp32"][OURS]["wrong"] == pytest.approx([0, 0, 0], abs=1e-4)
+    assert "| bf16 weights | **gspo_kernels** |" in tables.precision(results)["table"]
+
+
 def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path) -> None:
     results = run_tiny(policy, tmp_path / "policy.json", "--folder", tmp_path)
     hidden, _ = policy.load(tmp_path).rows()

@@ -81,6 +81,8 @@ def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatc
         {"micro_batch_size": 2},
         {"precision": "autocast"},
         {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "fp16-autocast"},
         {"epochs": 2},
         {"temperature": 0.7},
     ],

@@ -31,6 +31,7 @@ from gspo_kernels.integrations.reference_trainer import (
     train_config,
     update,
 )
+from gspo_kernels.integrations.reference_trainer import optimizer as optimizer_module
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config_file import OBJECTIVE, PRESETS, TRL_NAMES, TYPES
 from gspo_kernels.integrations.reference_trainer.loading import set_seed
@@ -249,8 +250,9 @@ def test_lora_trains_the_adapters_only(tmp_path: Path) -> None:
     assert 0 < rows_of(folder)[1]["reward"] <= 0.5
 
 
-def test_bf16_weights_have_fp32_masters(tmp_path: Path) -> None:
-    config = small(tmp_path, precision="bf16", learning_rate=1e-5)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_have_fp32_masters(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = small(tmp_path, precision={torch.bfloat16: "bf16"}.get(dtype, "fp16"), learning_rate=1e-5)
     torch.manual_seed(0)
     demo = loading.initial_policy(config)
     optimizer = Optimizer(demo, config)
@@ -264,9 +266,45 @@ def test_bf16_weights_have_fp32_masters(tmp_path: Path) -> None:
         assert all((master.grad == 2).all() for master in optimizer.masters)  # type: ignore[union-attr, arg-type]
         optimizer.step()
     for weight, master, before in zip(optimizer.weights, optimizer.masters, start, strict=True):
-        assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32
-        assert torch.equal(weight, master.bfloat16())
+        assert weight.dtype == dtype and master.dtype == torch.float32
+        assert torch.equal(weight, master.to(dtype))
         torch.testing.assert_close(before - master, torch.full_like(master, 3e-5), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16-autocast"])
+def test_an_fp16_update_that_overflows_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setattr(optimizer_module, "FIRST_LOSS_SCALE", 2.0**40)
+    monkeypatch.setattr(optimizer_module, "UPDATES_TO_RAISE", 3)
+    sizes = {"steps": 1, "eval_every": 1, "updates_per_rollout": 4}
+    train(small(tmp_path, name="half", precision=precision, **sizes))
+    train(small(tmp_path, name="whole", **sizes))
+    half, whole = (rows_of(tmp_path / name)[1] for name in ("half", "whole"))
+    assert 1 <= half["loss_scale"] < 2.0**40 and "loss_scale" not in whole
+    assert half["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-2)
+    assert half["entropy"] == pytest.approx(whole["entropy"], rel=1e-2)
+
+
+def test_the_loss_scale_grows_is_halved_and_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "UPDATES_TO_RAISE", 2)
+    config = small(tmp_path, precision="fp16")
+    first, second = (Optimizer(loading.initial_policy(config), config) for _ in range(2))
+
+    def step(optimizer: Optimizer) -> float:
+        optimizer.zero_grad()
+        optimizer.backward(1e-3 * optimizer.weights[0].float().sum())
+        assert optimizer.clip() == pytest.approx(1e-3 * optimizer.weights[0].numel() ** 0.5, rel=1e-3)
+        optimizer.step()
+        return optimizer.loss_scale
+
+    scale = first.loss_scale
+    assert [step(first) for _ in range(3)] == [scale, 2 * scale, 2 * scale]
+    second.load(first.state())
+    assert step(second) == step(first) == 4 * scale
+    assert second.lower_loss_scale() and second.loss_scale == 2 * scale
+    second.loss_scale = 1.0
+    assert not second.lower_loss_scale()
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])

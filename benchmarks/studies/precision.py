@@ -1,0 +1,355 @@
+"""Measure the clip decisions that rounding changes in a whole model: body and head, old and new log-probs.
+
+    python -m gspo_kernels.benchmarks precision         about 40 minutes on two cores without native bf16 matmul
+
+`fidelity` gives the same bf16 hidden states to every implementation and to float64, so it measures the head alone. Here
+the reference is the whole model in float64, and the body rounds too. A small Qwen3 learns Python source code, and
+samples answers. GSPO's loss updates it three times in fp32, at several learning rates. Then the model before and the
+model after the updates compute log-probs, with bodies in several dtypes and several heads. Norms and rotary angles are
+in fp32 even in the reference, because transformers computes them so; the row "fp32" shows how little that matters.
+
+The error of an answer is the mean error of its tokens' log-ratios against float64 with the fp32 weights ("master
+weights"). For bodies with rounded weights, "against rounded weights" compares with float64 of the rounded weights.
+Three numbers follow:
+
+- "wrong": the probability that the error changes a clip decision, if the true log-ratio is normal with standard
+  deviation 3.4e-4, so that about 15 % of the answers are clipped, as in the paper. Answers of 256 tokens are halves of
+  the measured answers. Answers of 1,024 and 4,096 tokens are 2 and 8 measured answers, drawn with replacement: their
+  errors are taken as independent of each other, while those within a measured answer are not.
+- "counted": the share of measured answers whose decision changes, at the log-ratio and advantage that they had.
+- Standard deviations of the errors of tokens and of answers, in nats.
+
+The mean error is not subtracted. The 95 % intervals of "wrong" are a bootstrap over answers, those of "counted" are
+Wilson's. Neither covers other models.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sysconfig
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from gspo_kernels import gspo_fused_loss
+
+from .. import candidates, measure
+from ..candidates import LogProbs
+from ..measure import Record
+from ..suites.options import parser_of
+from ..workloads import Head
+from .fidelity import NAIVE, OURS, T, flip_chance, interval, passes_clip
+from .policy import END, bpe
+
+Model = Any  # a transformers model with `base_model` and a head
+FP32_LOGITS = "fp32 logits"
+HEADS = (NAIVE, "TRL fused head", "TRL cast_lm_head_to_fp32", "Liger GRPO loss", OURS)  # of `candidates`, where present
+KEEP_FP32 = (FP32_LOGITS, "TRL cast_lm_head_to_fp32")  # heads that autocast does not cast
+OTHER_ENGINE = "old by full logits, new by ours"
+LENGTHS = 256, 1024, 4096  # tokens of an answer, for "wrong"
+UPDATES = 3
+REDRAWS, DRAWN = 40, 2000  # bootstrap samples of the answers; long answers put together for each
+ROWS = 4  # answers per forward
+
+
+class Size(NamedTuple):
+    vocab: int
+    layers: int
+    width: int
+    files: int  # source files of the standard library that the model learns
+    steps: int  # training steps
+    batch: int  # texts per step
+    prompt: int  # tokens
+    answer: int  # tokens of each measured answer
+    answers: int  # per seed
+    learning_rates: tuple[float, ...]
+    seeds: int
+
+
+FULL = Size(4096, 6, 256, 500, 300, 4, 32, 512, 16, (3e-7, 1e-6, 3e-6), 3)
+TINY = Size(600, 1, 64, 60, 2, 2, 8, 64, 8, (1e-6,), 1)
+HEADLINE_RATE, HEADLINE_LENGTH = 1e-6, 1024  # learning rate and length of the figures in README and docs
+
+
+class Body(NamedTuple):
+    """How a model computes: the dtype of its weights, and the dtype of autocast."""
+
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+
+    @property
+    def operands(self) -> torch.dtype:
+        """The dtype of the head's operands."""
+        return self.autocast or self.weights
+
+
+BODIES = {
+    "fp32": Body(),
+    "bf16 autocast": Body(autocast=torch.bfloat16),
+    "bf16 weights": Body(torch.bfloat16),
+    "fp16 autocast": Body(autocast=torch.float16),
+    "fp16 weights": Body(torch.float16),
+}
+EXACT = Body(torch.float64)
+
+
+def token_ids(size: Size) -> Tensor:
+    """Token ids of source files of Python's standard library, [tokens], by a BPE trained on a part of them."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in folder.rglob("*.py") if "site-packages" not in path.parts)
+    texts = [path.read_text(errors="ignore") for path in files[:: max(1, len(files) // size.files)]]
+    tokenizer = bpe(texts[: max(20, size.files // 4)], size.vocab)
+    return torch.cat([torch.tensor(tokenizer(text + END)["input_ids"]) for text in texts])
+
+
+def windows(ids: Tensor, count: int, length: int) -> Tensor:
+    """Draw `count` pieces of the text, [count, length]."""
+    begins = torch.randint(len(ids) - length, (count,))
+    return torch.stack([ids[begin : begin + length] for begin in begins.tolist()])
+
+
+def trained_model(ids: Tensor, size: Size) -> tuple[Model, float]:
+    """Train a Qwen3 on the text, in fp32. Return it and its last loss in nats."""
+    heads = max(size.width // 64, 1)
+    options: Record = dict(vocab_size=size.vocab, hidden_size=size.width, intermediate_size=3 * size.width)
+    options |= dict(num_attention_heads=heads, num_key_value_heads=max(heads // 2, 1), head_dim=64)
+    options |= dict(num_hidden_layers=size.layers, max_position_embeddings=2048, tie_word_embeddings=True)
+    model = Qwen3ForCausalLM(Qwen3Config(**options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=size.steps + 1, pct_start=0.1)
+    loss = math.nan
+    for step in range(1, size.steps + 1):
+        batch = windows(ids, size.batch, size.prompt + size.answer)
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        cross_entropy = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        cross_entropy.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        loss = cross_entropy.item() if math.isnan(loss) else 0.95 * loss + 0.05 * cross_entropy.item()
+        if step % 50 == 0:
+            print(f"  step {step}: loss {loss:.3f}", flush=True)
+    return model.eval(), loss
+
+
+@torch.no_grad()
+def sampled(model: Model, prompts: Tensor, length: int) -> Tensor:
+    """Continue every prompt by `length` tokens at temperature 1, [answers, prompt + length]."""
+    ids, step, past = prompts, prompts, None
+    for _ in range(length):
+        out = model(input_ids=step, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        step = torch.multinomial(out.logits[:, -1].softmax(-1), 1)
+        ids = torch.cat([ids, step], 1)
+    return ids
+
+
+def updated(model: Model, ids: Tensor, advantages: Tensor, prompt: int, learning_rate: float) -> Model:
+    """Return a copy of the model after `UPDATES` updates by GSPO's loss, in fp32."""
+    new = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(new.parameters(), lr=learning_rate, weight_decay=0.0)
+    with torch.no_grad():
+        old = torch.cat([_fused(new, part, 0 * part[:, 0].float(), prompt, None)[1] for part in ids.split(ROWS)])
+    for _ in range(UPDATES):
+        optimizer.zero_grad(set_to_none=True)
+        for part, advantage, before in zip(ids.split(ROWS), advantages.split(ROWS), old.split(ROWS), strict=True):
+            loss, _ = _fused(new, part, advantage, prompt, before, len(ids))
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(new.parameters(), 1.0)
+        optimizer.step()
+    return new
+
+
+def _fused(
+    model: Model, ids: Tensor, advantages: Tensor, prompt: int, old: Tensor | None, normalizer: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Loss and log-probs [answers, L] of answers."""
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, prompt - 1 : -1]
+    weight = model.get_output_embeddings().weight
+    out = gspo_fused_loss(hidden, weight, ids[:, prompt:], advantages, old_log_probs=old, normalizer=normalizer)
+    assert out.log_probs is not None
+    return out.loss, out.log_probs
+
+
+def heads_of(body: Body, size: Size) -> tuple[dict[str, LogProbs], dict[str, str]]:
+    """The heads that can run with a body, and why others cannot."""
+    every = {name: candidates.ALL[name] for name in HEADS}
+    absent = {
+        name: why
+        for name, candidate in every.items()
+        if (why := candidate.absent(Head(size.width, size.vocab), body.operands, torch.device("cpu")))
+    }
+    heads = {name: candidate.log_probs for name, candidate in every.items() if name not in absent}
+    heads[FP32_LOGITS] = lambda h, w, *rest: candidates.full_log_probs(h.float(), w.float(), *rest)
+    return heads, absent
+
+
+@torch.no_grad()
+def log_probs(model: Model, ids: Tensor, prompt: int, body: Body, heads: dict[str, LogProbs]) -> dict[str, Tensor]:
+    """Log-probs of the answers' tokens in fp64, [answers, L], by head."""
+    model = copy.deepcopy(model).to(body.weights)
+    weight = model.get_output_embeddings().weight
+    parts: dict[str, list[Tensor]] = {name: [] for name in heads}
+    for part in ids.split(ROWS):
+        with torch.autocast("cpu", body.autocast) if body.autocast else nullcontext():
+            hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[:, prompt - 1 : -1]
+        rows, targets = hidden.flatten(0, 1), part[:, prompt:].flatten()
+        for name, head in heads.items():
+            kept = name in KEEP_FP32 or body.autocast is None
+            operands = (rows, weight) if kept else (rows.to(body.operands), weight.to(body.operands))
+            parts[name].append(head(*operands, targets, None).double().view(len(part), -1))
+    return {name: torch.cat(chunks) for name, chunks in parts.items()}
+
+
+def exact(model: Model, ids: Tensor, prompt: int, rounded_to: torch.dtype = torch.float32) -> Tensor:
+    """Log-probs of the whole model in float64, of weights that were rounded to a dtype, [answers, L]."""
+    full: LogProbs = lambda *arguments: candidates.full_log_probs(*arguments, accumulator=torch.float64)  # noqa: E731
+    rounded = copy.deepcopy(model).to(rounded_to)
+    return log_probs(rounded, ids, prompt, EXACT, {"exact": full})["exact"]
+
+
+class Measured(NamedTuple):
+    """Of one head with one body at one learning rate, for the answers of all seeds."""
+
+    log_prob_error: Tensor  # [answers, L] of new log-probs
+    error: Tensor  # [answers, L] of log-ratios
+    error_if_rounded: Tensor  # [answers, L] against float64 of the rounded weights; the same as `error` in fp32
+    log_ratio: Tensor  # [answers] true, of answers
+    advantages: Tensor  # [answers]
+
+
+class Scored(NamedTuple):
+    """Log-probs of one model for the same answers, fp64, [answers, L]."""
+
+    exact: dict[torch.dtype, Tensor]  # of the whole model in float64, by the dtype to which the weights were rounded
+    by_body: dict[str, dict[str, Tensor]]  # by body and head
+
+
+def scored(model: Model, ids: Tensor, size: Size) -> Scored:
+    """Compute the log-probs of answers with every body and head."""
+    dtypes = dict.fromkeys(body.weights for body in BODIES.values())
+    return Scored(
+        {dtype: exact(model, ids, size.prompt, dtype) for dtype in dtypes},
+        {name: log_probs(model, ids, size.prompt, body, heads_of(body, size)[0]) for name, body in BODIES.items()},
+    )
+
+
+def compared(old: Scored, new: Scored, advantages: Tensor) -> Iterator[tuple[str, str, Measured]]:
+    """Yield body, head and the errors of its log-ratios."""
+    ratio_of = {dtype: new.exact[dtype] - old.exact[dtype] for dtype in new.exact}
+    true_ratio = ratio_of[torch.float32]
+    for body, heads in new.by_body.items():
+        pairs = {name: (name, name) for name in heads} | {OTHER_ENGINE: (NAIVE, OURS)}
+        for name, (before, after) in pairs.items():
+            ratio = heads[after] - old.by_body[body][before]
+            error, error_if_rounded = ratio - true_ratio, ratio - ratio_of[BODIES[body].weights]
+            of_new = heads[after] - new.exact[torch.float32]
+            yield body, name, Measured(of_new, error, error_if_rounded, true_ratio.mean(1), advantages)
+
+
+def wrong(errors: Tensor, length: int, rng: torch.Generator) -> Tensor:
+    """Probability that the errors [answers, L] of tokens change the decision on an answer of `length` tokens, []."""
+    answers, measured_length = errors.shape
+    if length <= measured_length:
+        pieces = errors[:, : measured_length // length * length].unflatten(1, (-1, length))
+        return flip_chance(pieces.mean(2)).mean()
+    drawn = torch.randint(answers, (DRAWN, max(1, length // measured_length)), generator=rng)
+    return flip_chance(errors.mean(1)[drawn].mean(1)).mean()
+
+
+def wrong_by_length(errors: Tensor) -> Record:
+    """Shares of wrong decisions by length, with bootstrap intervals."""
+    rng = torch.Generator().manual_seed(0)
+    shares, intervals = [], []
+    for length in LENGTHS:
+        share = wrong(errors, length, rng).item()
+        redrawn = [errors[torch.randint(len(errors), (len(errors),), generator=rng)] for _ in range(REDRAWS)]
+        deviation = torch.stack([wrong(x, length, rng) for x in redrawn]).std().item()
+        shares.append(share)
+        intervals.append((max(0.0, share - T * deviation), share + T * deviation))
+    return {"lengths": LENGTHS, "wrong": shares, "95 %": intervals}
+
+
+def counted(of: Measured) -> Record:
+    """The measured answers whose decision changes."""
+    positive = of.advantages > 0
+    changed = passes_clip(of.log_ratio + of.error.mean(1), positive) != passes_clip(of.log_ratio, positive)
+    return {"answers": len(changed), "counted": int(changed.sum()), "95 %": interval(int(changed.sum()), len(changed))}
+
+
+def summary(of: Measured, size: Size, rounded: bool) -> Record:
+    rng = torch.Generator().manual_seed(0)
+    record: Record = {
+        "log-prob": {"rms": of.log_prob_error.square().mean().sqrt().item()},
+        "log-ratio": {"std of tokens": of.error.std().item(), "std of answers": of.error.mean(1).std().item()},
+        "mean error": of.error.mean().item(),
+        **wrong_by_length(of.error),
+        "by seed": [wrong(errors, HEADLINE_LENGTH, rng).item() for errors in of.error.split(size.answers)],
+        "measured answers": counted(of),
+    }
+    if rounded:
+        record["against rounded weights"] = wrong_by_length(of.error_if_rounded)
+    return record
+
+
+def joined(parts: list[Measured]) -> Measured:
+    return Measured(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+def study(size: Size) -> Record:
+    """Train the model, and measure every body and head."""
+    torch.manual_seed(0)
+    ids = token_ids(size)
+    model, loss = trained_model(ids, size)
+    parts: dict[tuple[float, str, str], list[Measured]] = {}
+    for seed in range(size.seeds):
+        torch.manual_seed(1 + seed)
+        answers = sampled(model, windows(ids, size.answers, size.prompt), size.answer)
+        advantages = torch.randn(size.answers)
+        old = scored(model, answers, size)
+        for learning_rate in size.learning_rates:
+            print(f"  seed {seed}, learning rate {learning_rate:g}", flush=True)
+            new = scored(updated(model, answers, advantages, size.prompt, learning_rate), answers, size)
+            for body, head, found in compared(old, new, advantages):
+                parts.setdefault((learning_rate, body, head), []).append(found)
+    runs = []
+    for learning_rate in size.learning_rates:
+        bodies: Record = {}
+        for (rate, body, head), found in parts.items():
+            if rate == learning_rate:
+                records = bodies.setdefault(body, [])
+                records.append({"name": head} | summary(joined(found), size, BODIES[body].weights.itemsize == 2))
+        true = joined(parts[learning_rate, "fp32", OURS])
+        clipped = ~passes_clip(true.log_ratio, true.advantages > 0)
+        runs.append(
+            {
+                "learning rate": learning_rate,
+                "true log-ratio": {"std": true.log_ratio.std().item(), "clipped": clipped.double().mean().item()},
+                "bodies": bodies,
+            }
+        )
+    absent = {f"{head}, {name}": why for name, body in BODIES.items() for head, why in heads_of(body, size)[1].items()}
+    return {
+        "model": {"layers": size.layers, "H": size.width, "V": size.vocab, "steps": size.steps, "loss": loss},
+        "measured": {"seeds": size.seeds, "answers": size.answers, "tokens": size.answer, "updates": UPDATES},
+        "not measured": absent,
+        "runs": runs,
+    }
+
+
+def main() -> None:
+    parser = parser_of("precision", __doc__)
+    options = parser.parse_args()
+    disable_progress_bar()
+    device = torch.device("cpu")
+    output = measure.destination("precision", device, options.output, options.tiny)
+    print(measure.save("precision", device, study(TINY if options.tiny else FULL), output))

@@ -154,7 +154,7 @@ FAULTS: dict[str, Fault] = {
         "Optimizer.collect",
         "gradient if master.grad is None else master.grad + gradient",
         "gradient",
-        "trainer_options::test_bf16_weights_have_fp32_masters",
+        "trainer_options::test_half_precision_weights_have_fp32_masters[dtype0]",
     ),
     "failed rewards of the first process only": (
         "joined",

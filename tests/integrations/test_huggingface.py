@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import re
 import weakref
@@ -239,11 +238,6 @@ PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, class and values 
         "phi, a bias",
         "LoraConfig",
         {**BODY, "trainable_token_indices": {"lm_head": TOKENS}},
-    ),
-    "tokens without LoRA": (
-        "qwen3",
-        "TrainableTokensConfig",
-        {"target_modules": ["lm_head"], "token_indices": TOKENS},
     ),
     "tokens without LoRA, tied": (
         "qwen3 tied",
@@ -480,16 +474,6 @@ def test_the_hook_that_the_error_names_makes_a_float32_head_work() -> None:
     assert (ours - theirs).norm() <= MODEL_GRADIENT_RELATIVE[torch.float32] * theirs.norm()
 
 
-def test_a_hook_added_later_is_noticed_by_the_next_call() -> None:
-    model = make("qwen3").double()
-    fuse_head(model)
-    hook = model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
-    with pytest.raises(HeadError):
-        fused_log_probs(model)
-    hook.remove()
-    assert_fused_equals_dense(model)
-
-
 def test_models_prepared_by_accelerate_are_fused_and_unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate")
     monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})  # trainers of this process have set it
@@ -536,18 +520,11 @@ def test_a_device_map_moves_tensors_to_the_head_and_results_back(name: str) -> N
     assert gradients.keys() == expected_gradients.keys() and any("lm_head" in n for n in gradients)
 
 
-def saved_and_loaded(model: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled, saved_and_loaded])
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 def test_a_copied_model_has_its_own_fused_head(copied_by: Callable[[Any], Any]) -> None:
     model = make("qwen3").double()
     fuse_head(model)

@@ -26,38 +26,33 @@ from gspo_kernels.sampler_mismatch import RolloutCorrection
 ROLL = {"adv_estimator": "reinforce", "importance_sampling": "seq", "loss_agg_mode": "seq-mean-token-mean"}
 # The settings on ROLL's GSPO page.
 ROLL_PAGE = """
-# GSPO related
 adv_estimator: "reinforce"
 importance_sampling: seq
-rollout_batch_size: 64 # prompt
+rollout_batch_size: 64
 num_return_sequences_in_group: 8
 prompt_length: 2048
 response_length: 4096
-# ppo related
 ppo_epochs: 1
 use_kl_loss: true
 kl_loss_coef: 0.001
 loss_agg_mode: "seq-mean-token-sum"
-# advantage
 whiten_advantages: true
 advantage_clip: 2.0
 dual_clip_loss: true
-# clip
 reward_clip: 10
-# normalize
 reward_norm: null
 reward_shift: false
 reward_scale: false
-# reward
 add_token_level_kl: false
 """
 
 
-def test_the_settings_of_rolls_page_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "gspo.yaml"
-    path.write_text(ROLL_PAGE)
+def test_the_settings_of_rolls_page_are_read_and_run(tmp_path: Path) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(ROLL_PAGE)
     clamp = lambda bound: Step("clamp", {"min": -bound, "max": bound})  # noqa: E731
-    assert from_roll(path) == Reading(
+    reading = from_roll(file)
+    assert reading == Reading(
         Objective.preset("luspo", clip_low=0.2, clip_high=0.2, dual_clip=1.4, kl_coef=0.001),
         "sequences",
         temperature=1.0,
@@ -77,15 +72,9 @@ def test_the_settings_of_rolls_page_are_read(tmp_path: Path) -> None:
             "reward_scale",
         ),
     )
-
-
-def test_the_reference_trainer_runs_the_settings_of_rolls_page(tmp_path: Path) -> None:
-    file = tmp_path / "roll.yaml"
-    file.write_text(ROLL_PAGE)
     config = read_config(file)
     assert (config.prompts_per_step, config.group_size, config.epochs) == (64, 8, 1)
     assert (config.max_prompt_tokens, config.max_new_tokens, config.normalizer) == (2048, 4096, "sequences")
-    reading = from_roll(file)
     assert (config.objective, config.advantages) == (reading.objective, reading.advantages)
     changes = ["steps=1", "seeds=0", "max_new_tokens=16", "prompts_per_step=4", "eval_prompts=8", f"output={tmp_path}"]
     row = rows_of(train(read_config(file, changes)).folder)[1]

@@ -206,13 +206,6 @@ def test_held_out_prompts_are_never_trained_on() -> None:
         dataclasses.replace(task, held_out=task.train[:1])
 
 
-def test_duplicate_jsonl_prompts_are_not_on_both_sides_of_the_split(tmp_path: Path) -> None:
-    lines = [{"prompt": f"p{number % 10}", "answer": number} for number in range(100)]
-    task = jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=100)
-    assert len(task.train) == 8 and len(task.held_out) == 2
-    assert Example("p3", "3") in [*task.train, *task.held_out]
-
-
 def test_batches_contain_every_example_once_per_pass() -> None:
     examples = [Example(str(number), "") for number in range(10)]
     stream = batches(examples, 4, seed=0)

@@ -136,7 +136,7 @@ class LiveAnswers:
         """Replace methods of the trainer until `restore_trainer`. The attribute `skipping` may be changed later."""
         self.trainer = trainer
         self.skipping = skipping
-        self.returns_aux_loss = "compute_aux_loss" in inspect.signature(getattr(trainer, METHOD)).parameters
+        self.returns_aux_loss = "compute_aux_loss" in inspect.signature(getattr(GRPOTrainer, METHOD)).parameters
         self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
         self._log_probs: Tensor | None = None  # the latest, [B, C]
         self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch

@@ -20,6 +20,7 @@ from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
 from .checkpoints import CHECKPOINT, WriteError
+from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
 from .loading import pick_device, policy_of_seed, set_seed
@@ -193,7 +194,11 @@ class Training:
             batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
             try:
                 parts = [rows for epoch in epochs for rows in epoch]
-                updates = [update(config, self.policy, self.optimizer, batch, rows) for rows in parts]
+                measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
+                probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
+                updates = [update(config, self.policy, self.optimizer, batch, rows) for rows in parts[:-1]]
+                noise = probe.measure() if probe else {}
+                updates.append(update(config, self.policy, self.optimizer, batch, parts[-1]))
             except NotFiniteError as error:
                 raise TrainingError(f"{error}. {self.folder.save_failed(error.batch)}") from error
             tokens = int(rollout.answer_mask.sum())
@@ -203,6 +208,7 @@ class Training:
                 "truncated": rollout.truncated.float().mean().item(),
                 **numbers_of_step(updates),
                 "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
+                **noise,
                 "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
                 "answer_tokens": tokens / config.rollout_size,
                 "max_new_tokens": limit,

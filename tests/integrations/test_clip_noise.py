@@ -123,10 +123,10 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"input_ids must be token ids \[B, T\].*, got shape \[32\]"):
         log_probs_by_precision(model, ids[:, 0])
     scored = log_probs_by_precision(model, ids)
-    with pytest.raises(ValueError, match="objective must be an Objective whose surrogate is one of clip, .*'sapo'"):
+    with pytest.raises(ValueError, match=r"objective must be an Objective whose surrogate is one of clip, .*'sapo'"):
         clip_noise(scored, scored, advantages, mask[:, 1:], Objective.preset("sapo"))
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(97, 32, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match="neither sharded nor quantized, got lm_head.weight as a Parameter"):
+    with pytest.raises(ValueError, match=r"neither sharded nor quantized, got lm_head\.weight as a Parameter"):
         log_probs_by_precision(model, ids)
 
 

@@ -338,5 +338,5 @@ def test_clip_noise_is_logged_and_training_does_not_change(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
         ClipNoiseCallback(trainer, every=0)
     one_update = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, steps_per_generation=2)
-    with pytest.raises(ValueError, match="several updates per rollout .* got one update"):
+    with pytest.raises(ValueError, match=r"several updates per rollout .* got one update"):
         ClipNoiseCallback(one_update)

@@ -178,7 +178,8 @@ def _weights_in_fp32(*modules: nn.Module) -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in modules:
-            for tensors in (module._parameters, module._buffers):
+            owners: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for tensors in owners:
                 for name, x in tensors.items():
                     if x is not None and x.dtype in _HALF:
                         replaced.append((tensors, name, x))
@@ -229,6 +230,6 @@ def clip_noise(
 
     (used, log_ratio), (head_only, _), (exact, true_ratio) = map(decided, LogProbsByPrecision._fields)
     pairs = ((used, exact), (head_only, exact), (used, head_only))
-    changed = [int((a != b).sum()) for a, b in pairs]
+    changed, by_body, by_head = (int((a != b).sum()) for a, b in pairs)
     error = (log_ratio.double() - true_ratio.double()).square().mean().sqrt().item()
-    return ClipNoise(len(exact), *changed, error)
+    return ClipNoise(len(exact), changed, by_body, by_head, error)

@@ -48,7 +48,7 @@ class ClipNoiseCallback(TrainerCallback):
             check.fail("trainer.loss_type", f"one of {', '.join(CLIPPING_LOSS_TYPES)}", trainer.loss_type)
         self.trainer: Any = trainer
         self.every, self.answers = int(every), int(answers)
-        args = trainer.args
+        args: Any = trainer.args
         self._generate_every = args.steps_per_generation * trainer.num_iterations  # micro-batches per rollout
         if self._generate_every <= args.gradient_accumulation_steps:
             expected = "settings with several updates per rollout (steps_per_generation, num_iterations)"

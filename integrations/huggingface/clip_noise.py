@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.objective import CLIPPING
@@ -91,6 +92,8 @@ def log_probs_by_precision(
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:
         check.fail("input_ids", "token ids [B, T] with T >= 2", Unquoted(f"shape {list(input_ids.shape)}"))
     base = base_model(model)
+    if any(isinstance(x, FullyShardedDataParallel) for x in model.modules()):
+        check.fail("model", "a model with whole weights", Unquoted("one that FullyShardedDataParallel shards"))
     for name, parameter in base.named_parameters():
         if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") or not parameter.is_floating_point():
             expected = "whole weights in floating point, neither sharded nor quantized"
@@ -178,7 +181,7 @@ def _weights_in_fp32(*modules: nn.Module) -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in modules:
-            owners: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            owners: list[Any] = [module._parameters, module._buffers]
             for tensors in owners:
                 for name, x in tensors.items():
                     if x is not None and x.dtype in _HALF:

@@ -29,15 +29,17 @@ class ClipNoiseProbe:
         assert batch.advantages is not None
         live = batch.advantages.flatten(1).any(1) if batch.advantages.ndim > 1 else batch.advantages != 0
         rows: Any = share(last[live.to(last.device)[last]])  # type: ignore[type-var]
-        self.config, self.policy = config, policy
-        self.batch = take(batch, rows[:ANSWERS])
-        self.before = self._log_probs()._replace(used=self.batch.old_log_probs) if len(rows) else None
+        self.config, self.policy, self.rollout_batch = config, policy, batch
+        self.rows: Tensor = rows[:ANSWERS].to(batch.old_log_probs.device)
+        self.batch = take(batch, self.rows)
+        self.before = self._log_probs() if len(rows) else None
 
     def measure(self) -> dict[str, float]:
         """Compare with the present weights. Return the metrics, over all processes. All processes must call this."""
         if self.before is None:
             return metrics_of(gather(ClipNoise(0, 0, 0, 0, math.nan)))
-        scored = self.before, self._log_probs()
+        old = self.rollout_batch.old_log_probs[self.rows]  # the first update may have written them
+        scored = self.before._replace(used=old), self._log_probs()
         mask = self.batch.rollout.answer_mask
         return metrics_of(gather(clip_noise(*scored, self.batch.advantages, mask, self.config.objective)))
 

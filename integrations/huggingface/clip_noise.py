@@ -1,9 +1,9 @@
 """Measure which clip decisions rounding changes in your model: in its body, and in its head.
 
-    model_before = log_probs_by_precision(model, input_ids, attention_mask, answer_mask)
+    before = log_probs_by_precision(model, input_ids, attention_mask, answer_mask)
     ...  # updates
-    model_after = log_probs_by_precision(model, input_ids, attention_mask, answer_mask)
-    noise = clip_noise(model_before, model_after, advantages, answer_mask[:, 1:])
+    after = log_probs_by_precision(model, input_ids, attention_mask, answer_mask)
+    noise = clip_noise(before, after, advantages, answer_mask[:, 1:])
     print(f"{noise.share:.1%} of the clip decisions differ in fp32")
 
 The reference is a forward of the same weights in fp32, whose own rounding changes about 0.002% of the decisions

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pages import DOCS, blocks_in_order
 from helpers.reference_runs import rows_of, small
 
 pytest.importorskip("transformers")
@@ -101,6 +102,15 @@ def test_changed_decisions_are_those_of_float64(body: str, lora: bool, ratio: st
         assert noise.changed == 0
     elif "bf16" in body:
         assert noise.changed_by_body > 0 and noise.error > 100 * LOG_PROB_STD
+
+
+def test_the_block_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    ((_, code),) = blocks_in_order((DOCS / "guides" / "precision.md").read_text())
+    model, _ = models(torch.bfloat16, lora=False)
+    ids, mask, advantages = batch()
+    names = {"model": model, "input_ids": ids, "attention_mask": None, "answer_mask": mask, "advantages": advantages}
+    exec(code, names)
+    assert capsys.readouterr().out == "0 of 28 decisions differ, 0 because of the body\n"
 
 
 def test_flash_attention_is_replaced_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

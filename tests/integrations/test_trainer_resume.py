@@ -88,7 +88,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "before the first step": (loop.Training, "train_step", 1, 0),
     "sampling": (loop.Training, "collect", 4, 2),  # the first call evaluates
     "old log-probs": (loop, "with_log_probs", 4, 3),
-    "advantages": (loop, "advantages_of", 4, 4),
+    "advantages": (loop, "advantages_of", 4, 3),
     "first update": (loop, "update", 5, 2),
     "evaluation after a step": (loop.Training, "evaluate", 2, 3),
     "metrics": (loop.RunFolder, "write", 4, 3),

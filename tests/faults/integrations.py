@@ -342,10 +342,10 @@ FAULTS: dict[str, Fault] = {
         "divisors = normalizers(config, take(batch.rollout, rows_to_run(batch.live, rows)).answer_mask)",
         "integrations/trainer_zero_advantage::test_training_equals_training_without_skipping[divided by tokens]",
     ),
-    "old log-probs from other micro-batches than the update": (
+    "live answers keep the sampler's log-probs": (
         "reference_trainer/update:with_log_probs",
-        "[rows_to_run(live, rows) for rows in (first_epoch[1:] if reuses_first else first_epoch)]",
-        "first_epoch",
+        "old[ran] = log_probs",
+        "pass",
         "integrations/trainer_zero_advantage::test_old_log_probs_have_the_bits_of_the_updates[options0]",
     ),
     "the second epoch compares with the sampler's log-probs": (

@@ -99,7 +99,7 @@ def test_two_processes_with_fewer_live_answers_than_processes_train_like_one(par
 def test_old_log_probs_have_the_bits_of_the_updates(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights do not change, so every ratio is 1 if old and new log-probs come from the same micro-batches."""
+    """The weights do not change, so every ratio is 1: old and new log-probs come from the same micro-batches."""
     fused, log_ratios = update.gspo_fused_loss, []
 
     def recording(*args: Any, **arguments: Any) -> Any:

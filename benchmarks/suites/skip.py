@@ -80,7 +80,7 @@ def make_trainer(name: str, share: float, config: Record, length: int, folder: s
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         pairs = zip(prompts, completion_ids, strict=True)
-        return [1.0 if int(prompt) < share * PROMPTS else float(sum(ids) % 5) for prompt, ids in pairs]
+        return [1.0 if int(prompt) < share * PROMPTS else float(sum(ids)) for prompt, ids in pairs]
 
     torch.manual_seed(0)
     model: Any = Qwen2ForCausalLM(Qwen2Config(**config))

@@ -50,9 +50,9 @@ test-stub-oldest: .venv/ready
 test-release: build/release/ready
 	build/release/bin/python -m pytest tests/release
 
-# What a release still lacks: the public address, or the date in CHANGELOG.md.
-release-check:
-	$(PYTHON) .ci/release_check.py
+# What a release still lacks: the public address, the date in CHANGELOG.md, or results of the present code.
+release-check: .venv/ready
+	$(BIN)/python .ci/release_check.py
 
 # The layout of the Hugging Face kernels hub, in build/hub.
 hub-kernel:

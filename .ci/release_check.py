@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+from gspo_kernels.benchmarks.report.outdated import outdated
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -24,7 +26,7 @@ def missing(root: Path) -> list[str]:
     if not heading or not re.fullmatch(rf"## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading[0]):
         got = heading[0] if heading else "no heading"
         lines.append(f"CHANGELOG.md: expected the first heading ## {version} (YYYY-MM-DD), got {got}")
-    return lines
+    return lines + [f"benchmarks/results/{line}" for line in outdated(root)]
 
 
 if __name__ == "__main__":

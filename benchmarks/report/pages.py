@@ -3,6 +3,8 @@
     python -m gspo_kernels.benchmarks report            writes pages and figures
     python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
 
+Both also list results that are older than the code that they measure (`outdated.py`).
+
 `page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
 texts from `tables.py` and `summary.py`. In README.md, only the text between the lines `<!-- measured: results -->` and
 `<!-- end -->` is written. A figure contains the digest of its JSON files, so `--check` need not draw it. The tables of
@@ -23,7 +25,7 @@ from typing import Any
 
 from ..measure import RESULTS, ROOT
 from ..studies.compare_report import verdicts
-from . import scale, summary
+from . import outdated, scale, summary
 from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
@@ -158,6 +160,7 @@ def main() -> int:
         lines = [f"{name} is stale: run python -m gspo_kernels.benchmarks report" for name in differing]
         pages = f"{README.name}, {PAGE.name}, {COMPARISON.name}, {scale.PAGE.name}"
         print("\n".join(lines or [f"{pages} and every figure are up to date"]))
+        print_outdated()
         return 1 if differing else 0
     written = texts()  # make all texts before writing the first file
     for name in stale_figures():
@@ -165,4 +168,11 @@ def main() -> int:
         print(f"docs/figures/{name}.png")
     for path, text in written.items():
         path.write_text(text)
+    print_outdated()
     return 0
+
+
+def print_outdated() -> None:
+    """Print the results that are older than the code that they measure."""
+    for line in outdated.outdated(ROOT):
+        print(f"outdated: {line}")

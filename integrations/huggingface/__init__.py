@@ -1,6 +1,19 @@
 """Compute losses and log-probs at the head of a Hugging Face causal language model. Start with `fuse_head`."""
 
+from .clip_noise import ClipNoise, LogProbsByPrecision, clip_noise, log_probs_by_precision
 from .fused_head import FusedHead, HeadOutput, base_model, fuse_head, is_fused, logit_options
 from .head_options import HeadError
 
-__all__ = ["FusedHead", "HeadError", "HeadOutput", "base_model", "fuse_head", "is_fused", "logit_options"]
+__all__ = [
+    "ClipNoise",
+    "FusedHead",
+    "HeadError",
+    "HeadOutput",
+    "LogProbsByPrecision",
+    "base_model",
+    "clip_noise",
+    "fuse_head",
+    "is_fused",
+    "log_probs_by_precision",
+    "logit_options",
+]

@@ -12,6 +12,7 @@ from typing import Any
 
 from gspo_kernels import Objective
 from gspo_kernels.backends.workspace import cache_variable, workspace_bytes
+from gspo_kernels.objective import CLIPPING
 
 from ..settings import Step
 from ..tasks import InputError
@@ -30,7 +31,7 @@ CHOICES = {
 AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts warn_after"
 AT_LEAST_ZERO = (
     "micro_batch_size threads initial_new_tokens length_steps max_prompt_tokens warmup_updates lora_rank "
-    "checkpoint_every samples weight_decay"
+    "checkpoint_every clip_noise_every samples weight_decay"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
 ACCEPTED: dict[str, Any] = {"bool": bool, "int": Integral, "float": Real, "Step": Step, "Objective": Objective}
@@ -100,6 +101,7 @@ class TrainConfig:
     lora_head: bool = False  # an adapter on the language-model head too
     quantization: str = ""  # base of a LoRA model through bitsandbytes: 8bit or 4bit
     gradient_checkpointing: bool = False
+    clip_noise_every: int = 0  # steps between measurements of the clip decisions that rounding changes; 0: none
     routing_replay: bool = False  # train a mixture of experts with the experts that the old policy chose
     # The machine
     device: str = "auto"
@@ -170,6 +172,14 @@ class TrainConfig:
         require(
             "old_log_probs", self.objective.rollout_correction is None or self.old_log_probs == "trainer", recomputed
         )
+        for name, conflict in {
+            "parallel=fsdp2": self.parallel == "fsdp2",
+            "quantization": self.quantization != "",
+            "routing_replay": self.routing_replay,
+            f"surrogate={self.objective.surrogate}, which clips no gradient": self.objective.surrogate not in CLIPPING,
+            "one update per rollout, where the ratio is always 1": self.updates_per_rollout * self.epochs == 1,
+        }.items():
+            require("clip_noise_every", not (self.clip_noise_every and conflict), f"0 with {name}")
         if self.data is not None and self.model is None:
             raise InputError("data needs model=FOLDER, the checkpoint to train on it")
 

@@ -21,6 +21,7 @@ from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
 from .checkpoints import CHECKPOINT, WriteError
+from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
 from .loading import pick_device, policy_of_seed, set_seed
@@ -198,10 +199,13 @@ class Training:
             self.running = running
             try:
                 parts = [rows for epoch in epochs for rows in epoch]
-                updates = [
-                    update(config, self.policy, self.optimizer, batch, rows, self.skipping.reuses_first and i == 0)
-                    for i, rows in enumerate(parts)
-                ]
+                measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
+                probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
+                updates = []
+                for i, rows in enumerate(parts):
+                    noise = probe.measure() if probe and i == len(parts) - 1 else {}
+                    is_first = self.skipping.reuses_first and i == 0
+                    updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
             except NotFiniteError as error:
                 raise TrainingError(f"{error}. {self.folder.save_failed(error.batch)}") from error
             tokens = int(rollout.answer_mask.sum())
@@ -211,6 +215,7 @@ class Training:
                 "truncated": rollout.truncated.float().mean().item(),
                 **numbers_of_step(updates),
                 "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
+                **noise,
                 "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
                 "answer_tokens": tokens / config.rollout_size,
                 "max_new_tokens": limit,

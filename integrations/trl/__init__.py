@@ -15,7 +15,8 @@ that method on the instance.
 from gspo_kernels.extras import needs
 
 with needs(__name__, "trl", "trl"):
+    from .clip_noise import ClipNoiseCallback
     from .config import GSPOConfig
     from .trainer import GSPOTrainer, accelerate_trainer, restore_trainer
 
-__all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer", "restore_trainer"]
+__all__ = ["ClipNoiseCallback", "GSPOConfig", "GSPOTrainer", "accelerate_trainer", "restore_trainer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from gspo_kernels.benchmarks import measure
-from gspo_kernels.benchmarks.report import pages, summary, tables
+from gspo_kernels.benchmarks.report import outdated, pages, summary, tables
 
 BLOCK = "<!-- measured: results -->\n"
 
@@ -33,6 +34,29 @@ def test_every_result_has_a_section_and_was_measured_from_a_clean_commit() -> No
         for head in (measured, *(part["measured"] for part in pages.parts(measured["results"]).values())):
             assert head["commit"] and head["uncommitted changes"] is False, path.name
     assert results_of("budgets")["policy"] == results_of("policy")["digest"]
+
+
+def test_results_older_than_statements_of_their_files_are_listed(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    source, result = tmp_path / "gspo_kernels" / "policy.py", tmp_path / "benchmarks" / "results" / "step-cpu.json"
+    for path in (source, result):
+        path.parent.mkdir(parents=True)
+    source.write_text('"""Loss."""\nx = 1\n')
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    result.write_text(json.dumps({"commit": git("rev-parse", "HEAD").strip()}))
+    source.write_text('"""The loss."""\n\nx = 1  # one\n')
+    assert outdated.outdated(tmp_path) == []
+    source.write_text("x = 2\n")
+    (line,) = outdated.outdated(tmp_path)
+    assert line.startswith("step-cpu.json: measured at ") and line.endswith("before changes of gspo_kernels/policy.py")
+    assert outdated.MOVED_BY.keys() == tables.SECTIONS.keys()
 
 
 def test_result_files_have_one_record_per_line(tmp_path: Path) -> None:

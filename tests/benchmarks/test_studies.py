@@ -98,7 +98,8 @@ def test_whole_models_round_less_in_fp16_than_in_bf16(tmp_path: Path, monkeypatc
         assert error["fp32"][head] < 1e-6 < error["fp16 autocast"][head] < error["bf16 autocast"][head] / 4
     assert all(error[body][OURS] < error[body][NAIVE] for body in bodies if body != "fp32")
     assert bodies["fp32"][OURS]["wrong"] == pytest.approx([0, 0, 0], abs=1e-4)
-    assert "| bf16 weights | **gspo_kernels** |" in tables.precision(results)["table"]
+    rows = tables.precision(results)["table"].splitlines()  # heads with equal numbers share a row
+    assert any(row.startswith("| bf16 weights |") and "**gspo_kernels**" in row for row in rows)
 
 
 def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path) -> None:

@@ -97,7 +97,11 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
         fsdp_size=-1,
         use_torch_compile=False,
         use_dynamic_bsz=False,
-        mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
+        mixed_precision={
+            "param_dtype": case.get("dtype", "float32"),
+            "reduce_dtype": "float32",
+            "buffer_dtype": "float32",
+        },
         micro_batch_size_per_gpu=case["micro"],
         infer_micro_batch_size_per_gpu=case["micro"],
     )

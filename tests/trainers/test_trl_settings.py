@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 import datasets
+import torch
 import transformers
 import trl
 from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer
@@ -24,7 +25,7 @@ from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels import validation
-from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.trl import ClipNoiseCallback, GSPOConfig, GSPOTrainer, accelerate_trainer
 from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL, HAS_GSPO_TOKEN, LOSS_TYPES
 
 ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -316,3 +317,26 @@ def test_the_model_card_names_the_method_and_its_paper(
     assert f"https://huggingface.co/papers/{paper}" in card and f"arXiv:{paper}" in card
     assert f"\n- {method.lower()}\n" in card  # a tag
     assert trainer.model.model_tags == ["trl", method.lower()]
+
+
+def test_clip_noise_is_logged_and_training_does_not_change(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 1, "max_steps": 8, "learning_rate": 1e-3}
+    weights = []
+    for measures in (False, True):
+        trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **{**SEQUENCE, **options})
+        if measures:
+            trainer.add_callback(ClipNoiseCallback(trainer, every=1, answers=2))
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(x.values() for x in weights), strict=True))
+    logged = {log["step"]: log for log in trainer.state.log_history if "gspo/clip_noise" in log}
+    assert logged.keys() == {4, 8}  # the last update of each rollout
+    for log in logged.values():
+        assert log["gspo/clip_noise"] in (0, 0.5, 1) and log["gspo/clip_noise_log_ratio"] > 1e-5
+        assert log["gspo/clip_noise"] <= log["gspo/clip_noise_body"] + log["gspo/clip_noise_head"]
+
+    with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
+        ClipNoiseCallback(trainer, every=0)
+    one_update = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, steps_per_generation=2)
+    with pytest.raises(ValueError, match=r"several updates per rollout .* got one update"):
+        ClipNoiseCallback(one_update)

@@ -15,7 +15,13 @@ import pytest
 import torch
 from helpers import ranks
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
-from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
+from tolerance import (
+    FP16_LOG_PROB_ABSOLUTE,
+    FP16_NORM_RELATIVE,
+    LOSS_PER_ADVANTAGE,
+    TRAINER_ABSOLUTE,
+    TRAINER_GRADIENT_RELATIVE,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its variables
@@ -109,6 +115,26 @@ def test_training_on_one_rank_equals_training_with_verls_engine(name: str, tmp_p
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_training_on_two_ranks_equals_training_with_verls_engine(name: str, tmp_path: Path) -> None:
     compare(tmp_path, BASE | ON_TWO_RANKS[name], 2)
+
+
+def half_main(rank: int, folder: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    torch.distributed.init_process_group("gloo")
+    results = {}
+    for dtype in ("float32", "float16"):
+        worker = make_worker(folder / f"{dtype}-{rank}", True, BASE | {"dtype": dtype})
+        results[dtype] = step(worker, rank, BASE, 2)
+        assert (worker.engine.scaler is not None) == (dtype == "float16")
+    torch.save(results, folder / f"results-{rank}.pt")
+
+
+def test_fp16_training_is_close_to_fp32_training(tmp_path: Path) -> None:
+    run_ranks(half_main, 2, tmp_path)
+    for rank in range(2):
+        single, half = torch.load(tmp_path / f"results-{rank}.pt", weights_only=False).values()
+        assert 0 < (half["old"] - single["old"]).abs().max() < FP16_LOG_PROB_ABSOLUTE
+        assert half["metrics"]["grad_norm"] == pytest.approx(single["metrics"]["grad_norm"], rel=FP16_NORM_RELATIVE)
+        assert any(not torch.equal(half["parameters"][key], p) for key, p in single["parameters"].items())
 
 
 def registration_main(rank: int, folder: Path, external: str) -> None:

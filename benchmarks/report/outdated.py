@@ -1,0 +1,90 @@
+"""Find results that were measured before a file that moves them changed.
+
+A result is outdated if the statements of such a file differ from those at the commit where it was measured. Comments,
+docstrings and layout do not count. A file that was moved counts as changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+from pathlib import Path
+
+LOSS = (
+    "gspo_kernels/backends/*.py",
+    "gspo_kernels/backends/torch/*.py",
+    "gspo_kernels/inputs/*.py",
+    "gspo_kernels/ops/*.py",
+    "gspo_kernels/fused_loss.py",
+    "gspo_kernels/log_probs.py",
+    "gspo_kernels/policy.py",
+)
+TIMED = ("benchmarks/candidates.py", "benchmarks/measure.py", "benchmarks/workloads.py")
+TRAINING = (
+    "gspo_kernels/advantages.py",
+    "gspo_kernels/objective.py",
+    "integrations/reference_trainer/optimizer.py",
+    "integrations/reference_trainer/sampling.py",
+    "integrations/reference_trainer/update.py",
+    "benchmarks/studies/compare.py",
+)
+# The files that move the results of a suite. Every suite with results has an entry.
+MOVED_BY = {
+    "budgets": (*LOSS, "benchmarks/studies/budgets.py", "benchmarks/studies/policy.py"),
+    "compare": TRAINING,
+    "compare_fast": TRAINING,
+    "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
+    "mismatch": (*TRAINING, "gspo_kernels/sampler_mismatch.py"),
+    "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
+    "moe_fast": (*TRAINING, "integrations/reference_trainer/routing.py"),
+    "policy": (*LOSS, "benchmarks/studies/policy.py"),
+    "precision": (*LOSS, "benchmarks/studies/precision.py"),
+    "skip": (
+        *LOSS,
+        "integrations/trl/trainer.py",
+        "integrations/trl/zero_advantage.py",
+        "benchmarks/suites/skip.py",
+    ),
+    "sparsity": (*LOSS, *TIMED, "benchmarks/suites/sparsity.py"),
+    "step": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
+    "trainer": (*LOSS, *TIMED, "integrations/trl/*.py", "benchmarks/suites/trainer.py"),
+    "vocab": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
+}
+
+
+def outdated(root: Path) -> list[str]:
+    """Return a line for every outdated result of the repository in `root`.
+
+    Raises:
+        subprocess.CalledProcessError: git fails, for example because a shallow clone lacks a commit.
+    """
+    lines = []
+    for path in sorted(root.glob("benchmarks/results/*.json")):
+        commit = json.loads(path.read_text())["commit"]
+        names = _git(root, "diff", "--name-only", commit, "--", *MOVED_BY[path.stem.rpartition("-")[0]]).split()
+        changed = [name for name in names if _statements(root, commit, name) != _statements(root, None, name)]
+        if changed:
+            files = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
+            lines.append(f"{path.name}: measured at {commit[:7]}, before changes of {files}")
+    return lines
+
+
+def _statements(root: Path, commit: str | None, name: str) -> str | None:
+    """The statements of a file at a commit, or now; None if it does not exist there."""
+    if commit is None:
+        text = (root / name).read_text() if (root / name).exists() else None
+    else:
+        text = _git(root, "show", f"{commit}:{name}") if _git(root, "ls-tree", commit, name) else None
+    if text is None:
+        return None
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return ast.dump(tree)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,238 @@
+"""Measure which clip decisions rounding changes in your model: in its body, and in its head.
+
+    model_before = log_probs_by_precision(model, input_ids, attention_mask, answer_mask)
+    ...  # updates
+    model_after = log_probs_by_precision(model, input_ids, attention_mask, answer_mask)
+    noise = clip_noise(model_before, model_after, advantages, answer_mask[:, 1:])
+    print(f"{noise.share:.1%} of the clip decisions differ in fp32")
+
+The reference is a forward of the same weights in fp32, whose own rounding changes about 0.002% of the decisions
+(docs/guides/precision.md). Each measurement costs two forwards of the answers, one of them in fp32, so a few answers
+are enough: add up the counts of several measurements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from gspo_kernels import Objective, linear_log_probs, policy_loss
+from gspo_kernels.objective import CLIPPING
+from gspo_kernels.validation import Checks, Unquoted
+
+from .fused_head import base_model, fuse_head, is_fused
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class LogProbsByPrecision(NamedTuple):
+    """Log-probs of the same tokens by the same weights, fp32 [B, T - 1]; 0 outside the mask.
+
+    Replace `used` by other log-probs that your loss takes, such as those of an inference engine:
+    `before._replace(used=engine_log_probs)`.
+    """
+
+    used: Tensor  # as training computes them, by `linear_log_probs` at the head
+    fp32_head: Tensor  # of the same hidden states, with the head in fp32
+    fp32: Tensor  # of a forward in fp32
+
+
+class ClipNoise(NamedTuple):
+    """Clip decisions that rounding changes. Counts of several measurements may be added up.
+
+    A decision is whether an answer (a token with ratio="token") gets a gradient. Answers with advantage 0 have none.
+    """
+
+    decisions: int
+    changed: int  # decisions that differ between the log-probs used and those of a forward in fp32
+    changed_by_body: int  # between a head in fp32 on the hidden states of training, and a forward in fp32
+    changed_by_head: int  # between the log-probs used, and a head in fp32 on the same hidden states
+    error: float  # root mean square of the error of the log-ratios of answers (tokens), in nats
+
+    @property
+    def share(self) -> float:
+        """Share of the decisions that change; NaN without decisions."""
+        return self.changed / self.decisions if self.decisions else float("nan")
+
+
+def log_probs_by_precision(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    answer_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    **inputs: Any,
+) -> LogProbsByPrecision:
+    """Compute the log-probs of `input_ids[:, 1:]` as training does, with a head in fp32, and all in fp32.
+
+    Call this in the same autocast as your training step. Weights in bf16 or fp16 are cast to fp32 while they are used:
+    those of one decoder layer at a time, and those outside the layers. Flash attention, which has no fp32, is replaced
+    by PyTorch's `scaled_dot_product_attention`. Dropout must be off (`model.eval()`), as for old log-probs.
+
+    Args:
+        model: a causal language model of transformers, plain or wrapped by PEFT or DistributedDataParallel. If it is
+            not fused yet (`fuse_head`), it is fused for this call.
+        input_ids, attention_mask: [B, T], of prompts and answers.
+        answer_mask: [B, T], not 0 at the tokens of answers. None: all tokens.
+        temperature: divides the logits, as in the loss.
+        inputs: more arguments of the model's forward, such as position_ids.
+
+    Raises:
+        TypeError, ValueError: the model is sharded (FSDP, ZeRO-3, tensor parallelism) or quantized; `input_ids` is not
+            [B, T]; or `fuse_head` refuses the model.
+    """
+    check = Checks("log_probs_by_precision")
+    if input_ids.ndim != 2 or input_ids.shape[1] < 2:
+        check.fail("input_ids", "token ids [B, T] with T >= 2", Unquoted(f"shape {list(input_ids.shape)}"))
+    base = base_model(model)
+    if any(isinstance(x, FullyShardedDataParallel) for x in model.modules()):
+        check.fail("model", "a model with whole weights", Unquoted("one that FullyShardedDataParallel shards"))
+    for name, parameter in base.named_parameters():
+        if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") or not parameter.is_floating_point():
+            expected = "whole weights in floating point, neither sharded nor quantized"
+            check.fail("model", expected, Unquoted(f"{name} as a {type(parameter).__name__} of {parameter.dtype}"))
+    targets = input_ids[:, 1:]
+    mask = torch.ones_like(targets) if answer_mask is None else answer_mask[:, 1:]
+    options: dict[str, Any] = {"mask": mask, "temperature": temperature}
+
+    def both_heads(hidden: Tensor, head: nn.Module, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        used = linear_log_probs(hidden[:, :-1], head, targets, **options, **kwargs).log_probs
+        return used, fp32_head(hidden, head, **kwargs)
+
+    def fp32_head(hidden: Tensor, head: nn.Module, **kwargs: Any) -> Tensor:
+        hidden = hidden[:, :-1]
+        with torch.autocast(hidden.device.type, enabled=False), _weights_in_fp32(*head.modules()):
+            hidden = hidden.float() if hidden.dtype in _HALF else hidden
+            return linear_log_probs(hidden, head, targets, **options, **kwargs).log_probs
+
+    was_fused = is_fused(model)
+    fused = fuse_head(model)
+    inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    try:
+        with torch.no_grad():
+            used, head_only = model(**inputs, with_head=both_heads).result
+            with _body_in_fp32(base):
+                exact = model(**inputs, with_head=fp32_head).result
+    finally:
+        if not was_fused:
+            fused.remove()
+    return LogProbsByPrecision(used, head_only, exact)
+
+
+@contextlib.contextmanager
+def _body_in_fp32(model: Any) -> Iterator[None]:
+    """Make the forward of a transformers model compute hidden states in fp32. Its head does not change."""
+    head = set(model.get_output_embeddings().modules())
+    layers: list[nn.Module] = []  # the outermost entries of module lists
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            layers += module
+            inside.update(x for layer in module for x in layer.modules())
+    outside = [x for x in model.modules() if x not in inside and x not in head]
+    configs = {id(x.config): x.config for x in model.modules() if "flash" in _attention_of(x)}.values()
+    implementations = [(config, config._attn_implementation) for config in configs]
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            _enter_while_called(layer, lambda layer=layer: _weights_in_fp32(*layer.modules()), stack)
+        device = next(model.parameters()).device.type
+        for child in model.children():  # inside the autocast that accelerate's forward enters
+            if child not in head:
+                _enter_while_called(child, lambda: torch.autocast(device, enabled=False), stack)
+        stack.enter_context(_weights_in_fp32(*outside))
+        for config, implementation in implementations:
+            stack.callback(setattr, config, "_attn_implementation", implementation)
+            config._attn_implementation = "sdpa"
+        yield
+
+
+def _attention_of(module: Any) -> str:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
+
+
+def _enter_while_called(
+    module: nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]], stack: contextlib.ExitStack
+) -> None:
+    """Enter a context during every call of `module`, until `stack` closes."""
+    entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def before(*_: Any) -> None:
+        context = make()
+        context.__enter__()
+        entered.append(context)
+
+    def after(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    stack.callback(module.register_forward_pre_hook(before).remove)
+    stack.callback(module.register_forward_hook(after, always_call=True).remove)
+
+
+@contextlib.contextmanager
+def _weights_in_fp32(*modules: nn.Module) -> Iterator[None]:
+    """Replace parameters and buffers in half precision by fp32 copies. The modules' own modules are not changed."""
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for module in modules:
+            owners: list[Any] = [module._parameters, module._buffers]
+            for tensors in owners:
+                for name, x in tensors.items():
+                    if x is not None and x.dtype in _HALF:
+                        replaced.append((tensors, name, x))
+                        copy = x.detach().float()
+                        tensors[name] = nn.Parameter(copy, False) if isinstance(x, nn.Parameter) else copy
+        yield
+    finally:
+        for tensors, name, x in replaced:
+            tensors[name] = x
+
+
+def clip_noise(
+    before: LogProbsByPrecision,
+    after: LogProbsByPrecision,
+    advantages: Tensor,
+    mask: Tensor,
+    objective: Objective | None = None,
+) -> ClipNoise:
+    """Count the clip decisions that rounding changes.
+
+    Args:
+        before, after: log-probs of the same tokens [B, T] by the weights of the old log-probs, and by those of the
+            update (`log_probs_by_precision`).
+        advantages, mask: of `policy_loss`.
+        objective: of the loss; its KL and entropy terms are left out. None: `Objective()`.
+
+    Raises:
+        ValueError: outside its window, the surrogate of the objective still has a gradient, so it decides nothing.
+        TypeError, ValueError: `policy_loss` refuses an argument.
+    """
+    objective = replace(objective or Objective(), kl_coef=0.0, entropy_coef=0.0, rollout_correction=None)
+    expected = f"an Objective whose surrogate is one of {', '.join(CLIPPING)}"
+    if objective.surrogate not in CLIPPING:
+        Checks("clip_noise").fail("objective", expected, Unquoted(f"surrogate={objective.surrogate!r}"))
+    of_answers = objective.ratio == "sequence"
+    has_advantage = (advantages != 0) if advantages.shape == mask.shape else (advantages != 0).view(-1, 1)
+    live = has_advantage & (mask != 0)  # [B, T]
+    live = live.any(1) if of_answers else live
+
+    def decided(kind: str) -> tuple[Tensor, Tensor]:
+        """Whether a live answer or token gets a gradient, and its log-ratio."""
+        log_probs = getattr(after, kind).detach().requires_grad_()
+        old = getattr(before, kind)
+        with torch.enable_grad():
+            out = policy_loss(log_probs, advantages, mask=mask, old_log_probs=old, objective=objective)
+        gradient = torch.autograd.grad(out.loss, log_probs)[0] != 0
+        return (gradient.any(1) if of_answers else gradient)[live], out.log_ratio[live]
+
+    (used, log_ratio), (head_only, _), (exact, true_ratio) = map(decided, LogProbsByPrecision._fields)
+    pairs = ((used, exact), (head_only, exact), (used, head_only))
+    changed, by_body, by_head = (int((a != b).sum()) for a, b in pairs)
+    error = (log_ratio.double() - true_ratio.double()).square().mean().sqrt().item()
+    return ClipNoise(len(exact), changed, by_body, by_head, error)

@@ -1,0 +1,147 @@
+"""`clip_noise`: the counted decisions equal those of float64, and measuring changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.reference_runs import rows_of, small
+
+pytest.importorskip("transformers")
+from tolerance import LOG_PROB_STD
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gspo_kernels import Objective
+from gspo_kernels.integrations.huggingface import clip_noise, log_probs_by_precision
+from gspo_kernels.integrations.reference_trainer import train
+from gspo_kernels.integrations.reference_trainer.config import InputError
+
+ANSWERS, WIDTH, PROMPT = 32, 40, 8
+BODIES = {
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    "bf16 autocast": (torch.float32, torch.bfloat16),
+    "fp32": (torch.float32, None),
+}
+
+
+def models(dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
+    """A policy before and after an update."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.2}
+    before: Any = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    if lora:
+        peft = pytest.importorskip("peft")
+        before = peft.get_peft_model(before, peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    after = copy.deepcopy(before)
+    with torch.no_grad():
+        for p in after.parameters():
+            p += 3e-5 * torch.randn_like(p)
+    return before.eval().to(dtype), after.eval().to(dtype)
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.randint(97, (ANSWERS, WIDTH))
+    mask = torch.ones_like(ids)
+    mask[:, :PROMPT] = 0
+    mask[::3, -5:] = 0
+    return ids, mask, torch.randn(ANSWERS).masked_fill(torch.arange(ANSWERS) < 4, 0)
+
+
+def exact_log_probs(model: Any, ids: Tensor) -> Tensor:
+    logits = copy.deepcopy(model).double()(ids).logits[:, :-1]
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+@pytest.mark.parametrize("lora", [False, True], ids=["", "LoRA"])
+@pytest.mark.parametrize("body", BODIES)
+def test_changed_decisions_are_those_of_float64(body: str, lora: bool, ratio: str) -> None:
+    dtype, autocast = BODIES[body]
+    old, new = models(dtype, lora)
+    ids, mask, advantages = batch()
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        before, after = (log_probs_by_precision(model, ids, answer_mask=mask) for model in (old, new))
+    answers = mask[:, 1:] > 0
+    for model, ours in ((old, before), (new, after)):
+        error = (ours.fp32 - exact_log_probs(model, ids))[answers]
+        assert error.std() < LOG_PROB_STD
+        assert all(p.dtype == dtype for p in model.parameters()) and not hasattr(model, "_gspo_fused_head")
+    objective = Objective.preset("gspo" if ratio == "sequence" else "grpo", clip_low=1e-3, clip_high=1e-3, kl_coef=0.1)
+    noise = clip_noise(before, after, advantages, answers, objective)
+
+    low, high = objective.log_window
+    sign = advantages.sign()[:, None]
+
+    def passes(new_log_probs: Tensor, old_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        u = torch.where(answers, new_log_probs.double() - old_log_probs.double(), 0)
+        u = u.sum(1, keepdim=True) / answers.sum(1, keepdim=True) if ratio == "sequence" else u
+        decided = (sign != 0) & (answers if ratio == "token" else torch.ones_like(sign, dtype=torch.bool))
+        return torch.where(sign > 0, u <= high, u >= low)[decided], u[decided]
+
+    (exact, u), (used, v) = (
+        passes(exact_log_probs(new, ids), exact_log_probs(old, ids)),
+        passes(after.used, before.used),
+    )
+    assert noise.decisions == len(exact) == (ANSWERS - 4 if ratio == "sequence" else answers[4:].sum())
+    near = sum(int(((u - edge).abs() < 4 * LOG_PROB_STD).sum()) for edge in (low, high))
+    assert abs(noise.changed - (used != exact).sum()) <= near
+    assert noise.error == pytest.approx((u - v).square().mean().sqrt().item(), rel=0.05, abs=LOG_PROB_STD)
+    assert (
+        noise.share == noise.changed / noise.decisions <= (noise.changed_by_body + noise.changed_by_head) / len(exact)
+    )
+    if body == "fp32":
+        assert noise.changed == 0
+    elif "bf16" in body:
+        assert noise.changed_by_body > 0 and noise.error > 100 * LOG_PROB_STD
+
+
+def test_flash_attention_is_replaced_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def flash(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(query.dtype)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_test", flash)
+    model, _ = models(torch.bfloat16, lora=False)
+    model.config._attn_implementation = "flash_test"
+    log_probs_by_precision(model, batch()[0])
+    assert set(seen) == {torch.bfloat16} and model.config._attn_implementation == "flash_test"
+
+
+def test_bad_input_is_named() -> None:
+    model, _ = models(torch.float32, lora=False)
+    ids, mask, advantages = batch()
+    with pytest.raises(ValueError, match=r"input_ids must be token ids \[B, T\].*, got shape \[32\]"):
+        log_probs_by_precision(model, ids[:, 0])
+    scored = log_probs_by_precision(model, ids)
+    with pytest.raises(ValueError, match=r"objective must be an Objective whose surrogate is one of clip, .*'sapo'"):
+        clip_noise(scored, scored, advantages, mask[:, 1:], Objective.preset("sapo"))
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(97, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"neither sharded nor quantized, got lm_head\.weight as a Parameter"):
+        log_probs_by_precision(model, ids)
+
+
+def test_gspo_train_logs_it_and_trains_as_without_it(tmp_path: Path) -> None:
+    config = small(tmp_path, steps=4, prompts_per_step=16, group_size=8, precision="autocast", device="cpu")
+    runs = []
+    for every in (0, 2):
+        train(replace(config, name=f"every-{every}", clip_noise_every=every))
+        runs.append(rows_of(tmp_path / f"every-{every}"))
+    names = {"clip_noise", "clip_noise_body", "clip_noise_head", "clip_noise_log_ratio"}
+    assert [names <= row.keys() for row in runs[1]] == [False, False, True, False, True]
+    left_out = names | {"seconds", "tokens_per_second"}
+    plain, measured = ([{name: row[name] for name in row.keys() - left_out} for row in rows] for rows in runs)
+    assert plain == measured
+    for row in runs[1][2::2]:
+        assert 0 <= row["clip_noise"] <= 1 and 1e-5 < row["clip_noise_log_ratio"] < 0.1
+    with pytest.raises(InputError, match="clip_noise_every: expected 0 with one update per rollout"):
+        replace(config, clip_noise_every=1, updates_per_rollout=1)

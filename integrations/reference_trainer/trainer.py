@@ -201,9 +201,10 @@ class Training:
                 parts = [rows for epoch in epochs for rows in epoch]
                 measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
                 probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
-                updates = []
+                updates, noise = [], {}
                 for i, rows in enumerate(parts):
-                    noise = probe.measure() if probe and i == len(parts) - 1 else {}
+                    if probe and i == len(parts) - 1:
+                        noise = probe.measure()
                     is_first = self.skipping.reuses_first and i == 0
                     updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
             except NotFiniteError as error:

@@ -32,14 +32,8 @@ def skipping(config: TrainConfig, policy: Policy) -> Skipping:
         raise InputError(f"skip_zero_advantage: expected false or none with {reason}, got true")
     if reason or wanted is False:
         return Skipping(False, False, f"skip_zero_advantage=false{f' ({reason})' if wanted is None else ''}")
-    # Old log-probs are needed before the first update by a correction, by routers, which record experts with them, and
-    # by clip noise, which is measured before the last update.
-    only_update = config.updates_per_rollout * config.epochs == 1
-    needed_before = (
-        config.objective.rollout_correction is not None
-        or policy.has_routers
-        or (config.clip_noise_every > 0 and only_update)
-    )
+    # A correction needs old log-probs before the first update. Routers record experts with them.
+    needed_before = config.objective.rollout_correction is not None or policy.has_routers
     reuses_first = config.old_log_probs == "trainer" and not needed_before
     description = "skip_zero_advantage=true: answers with advantage 0 do not run through the model"
     return Skipping(True, reuses_first, description)

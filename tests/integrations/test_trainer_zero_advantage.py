@@ -171,8 +171,6 @@ def test_a_setting_that_makes_skipping_inexact_is_named(options: dict[str, Any],
 def test_a_part_of_the_model_that_makes_skipping_inexact_is_named(tmp_path: Path) -> None:
     policy = demo_policy()
     assert skipping(TrainConfig(), policy)[:2] == (True, True)
-    # Clip noise is measured before the last update, here the first one, and reads old log-probs.
-    assert not skipping(TrainConfig(updates_per_rollout=1, clip_noise_every=1), policy).reuses_first
     policy.model.model.rotary_emb.rope_type = {"full_attention": "dynamic"}
     assert "(rope_type='dynamic')" in skipping(TrainConfig(), policy).description
     policy.model.model.layers[0].experts = nn.ModuleList([nn.Linear(2, 2)])

@@ -8,6 +8,7 @@ from gspo_kernels.extras import MissingExtraError, needs
 COMMANDS = {
     "step": "suites.step",
     "trainer": "suites.trainer",
+    "skip": "suites.skip",
     "sparsity": "suites.sparsity",
     "fidelity": "studies.fidelity",
     "precision": "studies.precision",

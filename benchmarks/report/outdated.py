@@ -40,6 +40,12 @@ MOVED_BY = {
     "moe_fast": (*TRAINING, "integrations/reference_trainer/routing.py"),
     "policy": (*LOSS, "benchmarks/studies/policy.py"),
     "precision": (*LOSS, "benchmarks/studies/precision.py"),
+    "skip": (
+        *LOSS,
+        "integrations/trl/trainer.py",
+        "integrations/trl/zero_advantage.py",
+        "benchmarks/suites/skip.py",
+    ),
     "sparsity": (*LOSS, *TIMED, "benchmarks/suites/sparsity.py"),
     "step": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
     "trainer": (*LOSS, *TIMED, "integrations/trl/*.py", "benchmarks/suites/trainer.py"),

@@ -30,6 +30,7 @@ from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
 COMPARISON = ROOT / "docs" / "comparison.md"  # written like README.md
+TRL = ROOT / "docs" / "trainers" / "trl.md"  # written like README.md
 PRECISION = ROOT / "docs" / "guides" / "precision.md"  # written like README.md
 TEMPLATE = Path(__file__).with_name("page.md")
 BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -78,6 +79,7 @@ def texts() -> dict[Path, str]:
                 page.append(prose.format(**common, **fields[path]))
     precision = PRECISION_BLOCK.format(**summary.rounding(first))
     blocks = {README: summary.readme(first), COMPARISON: summary.comparison(first), PRECISION: precision}
+    blocks[TRL] = summary.skip(first["skip"])["table"]
     filled = {path: with_block(path.read_text(), block) for path, block in blocks.items()}
     return {**filled, PAGE: "\n".join(page), scale.PAGE: scale.page()}
 

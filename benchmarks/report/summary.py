@@ -20,6 +20,7 @@ from .tables import (
     mib,
     over_naive,
     shown,
+    skip,
     table,
 )
 
@@ -182,7 +183,9 @@ def readme(first: Results) -> str:
     part = parts["float32"]
     text = Path(__file__).with_name("readme.md").read_text().strip()
     caches = [f"{part['steps'][-1]['cache_mib']:,}" for part in parts.values()]
-    return text.format(table=table(header, rows), on=part, caches=caches, **rounding(first))
+    return text.format(
+        table=table(header, rows), on=part, caches=caches, skip=skip(first["skip"])["table"], **rounding(first)
+    )
 
 
 def rounding(first: Results) -> dict[str, str]:

@@ -134,6 +134,14 @@ def trainer(results: Results) -> Texts:
     return {"table": candidates_table(columns), "measured": measured, "on": part, "runs": part["steps"][0]["runs"]}
 
 
+def skip(results: Results) -> Texts:
+    shares = results["shares"]
+    times = {"update": "updates", "with generation": "updates and generation"}
+    rows = [(label, *(f"{record[key]:.2f}x" for record in shares)) for key, label in times.items()]
+    header = ("answers with advantage 0", *(f"{1 - record['rows_run']:.0%}" for record in shares))
+    return {"table": table(header, rows)}
+
+
 def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:
     """Make a table with a column per gradient budget. `rows`: label -> records in the order of `BUDGETS`."""
     header = ("", *(f"budget {b:g}" for b in BUDGETS))
@@ -244,7 +252,7 @@ def budgets(results: Results) -> Texts:
 
 
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
-    "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
+    "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
     "precision": precision, "fidelity": fidelity, "budgets": budgets,
     **dict.fromkeys(
         ("compare", "compare_fast", "moe", "moe_fast", "mismatch"),

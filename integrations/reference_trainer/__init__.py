@@ -9,6 +9,7 @@ optimizer step). `gspo train` is the command line, and docs/trainer.md is its ma
     policy       the model                 loading      checkpoints, LoRA, quantized weights
     data         prompts and rewards       sampling     rollouts
     advantages   from rewards to advantages
+    zero_advantage  answers that do not run through the model
     optimizer    AdamW, fp32 masters       distributed  several processes
     report       files and tables          checkpoints  the state of a run; replacing files
     resuming     what may change when a run is resumed

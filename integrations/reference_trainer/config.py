@@ -84,6 +84,7 @@ class TrainConfig:
     # Updates
     updates_per_rollout: int = 4  # per epoch; with one update the ratio is always 1 and nothing is clipped
     epochs: int = 1  # passes over each rollout
+    skip_zero_advantage: bool | None = None  # answers with advantage 0 skip the model; None: if gradients stay the same
     shuffle: bool = True  # divide the rollout into mini-batches at random, anew in each epoch
     micro_batch_size: int = 0  # sequences per forward and backward; 0: all sequences of an update
     learning_rate: float = 5e-4

@@ -15,7 +15,7 @@ from torch import Tensor
 from gspo_kernels import LossOutput
 from gspo_kernels.metrics import COUNTS, combine
 
-MEANS = ("loss", "router_aux_loss", "grad_norm")  # a step has their means over its updates
+MEANS = ("loss", "router_aux_loss", "grad_norm", "rows_run")  # a step has their means over its updates
 
 
 class Measures(NamedTuple):
@@ -24,11 +24,12 @@ class Measures(NamedTuple):
     metrics: dict[str, Tensor]  # of the loss
     log_ratios: Tensor  # [answers, 3] fp64: number of tokens, mean log-ratio and variance of log-ratios per answer
     routers: dict[str, Tensor]  # sums over tokens, see `router_sums`; {} without routers
+    skipped: Tensor = torch.zeros(2, dtype=torch.int64)  # non-empty answers, and tokens, that did not run
 
     def cpu(self) -> Measures:
         """Copy the tensors to CPU memory."""
         metrics, routers = ({name: x.cpu() for name, x in values.items()} for values in (self.metrics, self.routers))
-        return Measures(metrics, self.log_ratios.cpu(), routers)
+        return Measures(metrics, self.log_ratios.cpu(), routers, self.skipped)
 
 
 class Update(NamedTuple):
@@ -79,11 +80,25 @@ def joined(parts: Sequence[Measures]) -> Measures:
         combine([part.metrics for part in parts]),
         torch.cat([part.log_ratios for part in parts]),
         {name: torch.stack([part.routers[name] for part in parts]).sum(0) for name in parts[0].routers},
+        torch.stack([part.skipped for part in parts]).sum(0),
     )
+
+
+def counting_skipped(metrics: dict[str, Tensor], skipped: Tensor) -> dict[str, Tensor]:
+    """Make the clip fractions and zero_coefficient_share count the answers that did not run.
+
+    The advantage of these answers is 0, so none of their tokens is clipped or has a gradient.
+    """
+    sequences, tokens = skipped.unbind()
+    of_skipped = {name: torch.zeros(()) for name in metrics if "clip_fraction" in name}
+    of_skipped |= {"zero_coefficient_share": torch.ones(()), "sequences": sequences, "tokens": tokens}
+    return metrics | combine([{name: metrics[name] for name in of_skipped}, of_skipped])
 
 
 def numbers(measures: Measures) -> dict[str, float]:
     """Compute the metrics that are shown, by their names in metrics.jsonl.
+
+    The metrics that `counting_skipped` corrects cover all answers. All others cover the answers that ran.
 
     token_log_ratio_std, sequence_log_ratio_std: standard deviations of the log-ratios of tokens, and of non-empty
     answers.
@@ -93,7 +108,8 @@ def numbers(measures: Measures) -> dict[str, float]:
     router_changed: share of experts that differ from the old policy's; only if they were recorded.
     """
     tokens, mean, variance = measures.log_ratios[measures.log_ratios[:, 0] > 0].unbind(1)  # of non-empty answers
-    shown = {name: x.item() for name, x in measures.metrics.items() if name not in COUNTS}
+    metrics = counting_skipped(measures.metrics, measures.skipped) if measures.skipped.any() else measures.metrics
+    shown = {name: x.item() for name, x in metrics.items() if name not in COUNTS}
     # The variance of all tokens is the mean variance within answers plus the variance of the answers' means.
     center = (tokens * mean).sum() / tokens.sum()
     of_tokens = (tokens * (variance + (mean - center).square())).sum() / tokens.sum()

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gspo_kernels.advantages import RunningMoments
 
@@ -30,9 +31,10 @@ from .policy import PRINTABLE
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
-from .sampling import Dialogue, converse, encode, fitting, padded, sampler_weights
+from .sampling import Dialogue, Rollout, converse, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
-from .update import NotFiniteError, TrainingError, autocast, mini_batches, update, with_log_probs
+from .update import Batch, NotFiniteError, TrainingError, autocast, mini_batches, update, with_log_probs
+from .zero_advantage import live_rows, skipping
 
 REDRAW = 30.0  # seconds between refreshes of curves.png
 
@@ -97,6 +99,7 @@ class Training:
         self.task, left_out = fitting(config, self.policy, task)
         if left_out:
             progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
+        self.skipping = skipping(config, self.policy)
         self.optimizer = Optimizer(self.policy, config)
         self.running = RunningMoments()
         self.step = 0  # rollouts that have been trained on
@@ -138,6 +141,7 @@ class Training:
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:
             say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
+        say(self.skipping.description)
         if self.config.updates_per_rollout * self.config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
         row = {"step": 0, "eval_reward": self.evaluate(0)[0]}
@@ -188,17 +192,21 @@ class Training:
         rewards = joined(distributed.gather(rewards))
         self.report_failures(rewards, f"step {step}", allowed=False)
         epochs = mini_batches(config, self.seed, step)
-        batch = with_log_probs(config, self.policy, rollout, epochs[0])
+        running = replace(self.running)  # if a signal comes before the updates, the last step's moments are saved
+        batch = self.batch_of(rollout, rewards, epochs[0], running)
         with self.stop.postponed():
             self.updating = True
-            batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
+            self.running = running
             try:
                 parts = [rows for epoch in epochs for rows in epoch]
                 measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
                 probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
-                updates = [update(config, self.policy, self.optimizer, batch, rows) for rows in parts[:-1]]
-                noise = probe.measure() if probe else {}
-                updates.append(update(config, self.policy, self.optimizer, batch, parts[-1]))
+                updates, noise = [], {}
+                for i, rows in enumerate(parts):
+                    if probe and i == len(parts) - 1:
+                        noise = probe.measure()
+                    is_first = self.skipping.reuses_first and i == 0
+                    updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
             except NotFiniteError as error:
                 raise TrainingError(f"{error}. {self.folder.save_failed(error.batch)}") from error
             tokens = int(rollout.answer_mask.sum())
@@ -229,6 +237,20 @@ class Training:
                 self.folder.plot(every=REDRAW)
         if distributed.world() > 1:
             self.stop.check(any(distributed.gather(self.stop.received is not None)))
+
+    def batch_of(
+        self, rollout: Rollout, rewards: RewardBatch, first_epoch: list[Tensor], running: RunningMoments
+    ) -> Batch:
+        """Compute advantages and old log-probs. Update the running moments of the rewards."""
+        config = self.config
+        if not self.skipping.is_on:
+            batch = with_log_probs(config, self.policy, rollout, first_epoch)
+            return replace(batch, advantages=advantages_of(config, batch, rewards, running))
+        # Advantages come first, because they decide which answers run. They do not depend on log-probs here.
+        advantages = advantages_of(config, Batch(rollout, rollout.log_probs, None), rewards, running)
+        live, reuses_first = live_rows(advantages, rollout.answer_mask), self.skipping.reuses_first
+        batch = with_log_probs(config, self.policy, rollout, first_epoch, live, reuses_first)
+        return replace(batch, advantages=advantages)
 
     def finish_step(self, row: Row) -> None:
         """Write the metrics of a step."""

@@ -20,6 +20,7 @@ from .optimizer import Optimizer
 from .policy import Policy, decoder_config
 from .routing import routing, stacked
 from .sampling import Rollout
+from .zero_advantage import rows_to_run
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,11 @@ class Batch:
     """Answers with everything that the loss needs. All tensors have B rows."""
 
     rollout: Rollout
-    old_log_probs: Tensor  # [B, T] fp32, of the policy before the updates
+    old_log_probs: Tensor  # [B, T] fp32, of the policy before the updates; the sampler's for answers that do not run
     ref_log_probs: Tensor | None  # [B, T] fp32, of the policy before training
     experts: Tensor | None = None  # [B, P + T, layers, k] int64: choices of a mixture's routers, for old_log_probs
     advantages: Tensor | None = None  # [B] or [B, T]
+    live: Tensor | None = None  # [B] bool in CPU memory: answers with a gradient; None: all answers run
 
 
 class TrainingError(RuntimeError):
@@ -88,31 +90,45 @@ def micro_batches(config: TrainConfig, rows: Tensor) -> list[Tensor]:
     return list(own.split(config.micro_batch_size or len(own)))
 
 
-def with_log_probs(config: TrainConfig, policy: Policy, rollout: Rollout, first_epoch: list[Tensor]) -> Batch:
+def with_log_probs(
+    config: TrainConfig,
+    policy: Policy,
+    rollout: Rollout,
+    first_epoch: list[Tensor],
+    live: Tensor | None = None,
+    reuses_first: bool = False,
+) -> Batch:
     """Compute old and reference log-probs of a rollout, [B, T].
 
     Old log-probs are computed with the micro-batches and the padding of the first epoch. So the first update has a
     ratio of exactly 1, and later ratios measure only the updates, not rounding that depends on the batch shape.
+
+    Args:
+        live: see `Batch`. The other answers keep the sampler's log-probs.
+        reuses_first: leave out the first mini-batch, whose update writes its log-probs (see `update`).
     """
-    order = torch.cat(first_epoch).argsort().to(rollout.input_ids.device)
+    to_run = [rows_to_run(live, rows) for rows in (first_epoch[1:] if reuses_first else first_epoch)]
 
     def computed(model: Policy) -> list[Tensor]:
-        """Compute log-probs, and experts for a mixture, in the order of the rollout."""
+        """Compute log-probs, and experts for a mixture, in the order of `to_run`."""
         done = []
-        for rows in first_epoch:
+        for rows in to_run:
             parts = [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
             done.append([gather_rows(torch.cat(pieces)) for pieces in zip(*parts, strict=True)])
-        return [torch.cat(pieces)[order] for pieces in zip(*done, strict=True)]
+        return [torch.cat(pieces) for pieces in zip(*done, strict=True)]
 
-    experts: list[Tensor] = []
-    old = rollout.log_probs
-    if config.old_log_probs == "trainer" or policy.has_routers:
-        recomputed, *experts = computed(policy)
-        old = recomputed if config.old_log_probs == "trainer" else old
-    batch = Batch(rollout, old, None, *experts)
-    if config.needs_reference:
+    old, experts = rollout.log_probs.clone(), []
+    if to_run and (config.old_log_probs == "trainer" or policy.has_routers):
+        ran = torch.cat(to_run).to(old.device)
+        log_probs, *experts = computed(policy)
+        if config.old_log_probs == "trainer":
+            old[ran] = log_probs
+        experts = [x.new_zeros(len(old), *x.shape[1:]).index_copy(0, ran, x) for x in experts]
+    batch = Batch(rollout, old, None, *experts, live=live)
+    if config.needs_reference:  # then all rows run
         with policy.reference() as reference:
-            batch = replace(batch, ref_log_probs=computed(reference)[0])
+            order = torch.cat(to_run).argsort().to(old.device)
+            batch = replace(batch, ref_log_probs=computed(reference)[0][order])
     return batch
 
 
@@ -145,17 +161,24 @@ def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
     return {"normalizer": divisor(of.aggregation), "kl_normalizer": kl}
 
 
-def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> Update:
+def update(
+    config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor, is_first: bool = False
+) -> Update:
     """Take one optimizer step on a mini-batch, the `rows` of `batch`. Return its metrics, over all processes.
 
-    In fp16, gradients that overflow are computed again with a smaller loss scale.
+    Answers without a gradient may not run (`rows_to_run`), but the divisors of the loss count them. In fp16, gradients
+    that overflow are computed again with a smaller loss scale.
+
+    Args:
+        is_first: the weights are still those of the old policy, so the ratio is 1. The update writes the log-probs
+            that it computes into `batch.old_log_probs`.
 
     Raises:
         NotFiniteError: the loss or the norm of the gradient is not finite. The step is not taken.
     """
-    shown, together = gradients(config, policy, optimizer, batch, rows)
+    shown, together = gradients(config, policy, optimizer, batch, rows, is_first)
     while not math.isfinite(shown["grad_norm"]) and math.isfinite(shown["loss"]) and optimizer.lower_loss_scale():
-        shown, together = gradients(config, policy, optimizer, batch, rows)
+        shown, together = gradients(config, policy, optimizer, batch, rows, is_first)
     if not math.isfinite(shown["loss"]) or not math.isfinite(shown["grad_norm"]):
         raise NotFiniteError(shown, take(batch, rows))
     optimizer.step()
@@ -163,32 +186,43 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
 
 
 def gradients(
-    config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor
+    config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor, is_first: bool
 ) -> tuple[dict[str, float], Measures]:
     """Compute the clipped gradients of a mini-batch. Return the numbers to show, and its measures as sums."""
     optimizer.zero_grad()
-    divisors = normalizers(config, take(batch.rollout, rows).answer_mask)
-    parts = micro_batches(config, rows)
-    measures, losses, router_losses = [], [], []
+    mask = take(batch.rollout, rows).answer_mask
+    divisors = normalizers(config, mask)
+    to_run = rows_to_run(batch.live, rows)
+    parts = micro_batches(config, to_run)
+    measures, losses, router_losses, log_probs = [], [], [], []
     for part in parts:
         micro_batch = take(batch, part)
         replayed = micro_batch.experts if config.routing_replay else None
         with autocast(config, policy), routing(policy.inner, replayed) as chosen:
-            out, model_output = policy.run(micro_batch.rollout, loss_of(config, micro_batch, divisors), train=True)
+            out, model_output = policy.run(
+                micro_batch.rollout, loss_of(config, micro_batch, divisors, is_first), train=True
+            )
         routers = sums_of_routers(policy, model_output, micro_batch, chosen)
-        measures.append(measured(micro_batch.rollout.answer_mask, micro_batch.old_log_probs, out, routers))
+        old = out.log_probs if is_first else micro_batch.old_log_probs
+        measures.append(measured(micro_batch.rollout.answer_mask, old, out, routers))
         loss = out.loss
         if policy.router_loss_weight:
             loss = loss + policy.router_loss_weight * model_output.aux_loss / len(parts)  # a mean over micro-batches
             router_losses.append(model_output.aux_loss.detach())
         optimizer.backward(loss)
         losses.append(loss.detach())
+        log_probs.append(out.log_probs)
+    if is_first:
+        batch.old_log_probs[to_run] = gather_rows(torch.cat(log_probs))
     # Normalizers count all micro-batches and are divided by the number of processes. So losses of micro-batches add up,
     # and the loss is the mean over processes.
     own = (sum(x.item() for x in losses), [x.item() for x in router_losses], joined(measures).cpu())
     of_processes = gather(own)
     together = joined([of_process for *_, of_process in of_processes])
-    shown = {"loss": fmean(loss for loss, *_ in of_processes), **numbers(together)}
+    ran = take(batch.rollout, to_run).answer_mask
+    skipped = mask.any(1).sum() - ran.any(1).sum(), mask.sum() - ran.sum()
+    together = together._replace(skipped=torch.stack(skipped).cpu())
+    shown = {"loss": fmean(loss for loss, *_ in of_processes), "rows_run": len(to_run) / len(rows), **numbers(together)}
     if router_losses:
         shown["router_aux_loss"] = fmean(x for _, values, _ in of_processes for x in values)
     if config.half_dtype == "float16":
@@ -197,7 +231,9 @@ def gradients(
     return shown, together
 
 
-def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]) -> Callable[..., LossOutput]:
+def loss_of(
+    config: TrainConfig, batch: Batch, divisors: dict[str, float | None], is_first: bool
+) -> Callable[..., LossOutput]:
     """Make a `with_head` function that computes the loss of a micro-batch."""
 
     def loss(hidden: Tensor, head: Any, **options: Any) -> LossOutput:
@@ -208,7 +244,7 @@ def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]
             batch.rollout.answer_ids,
             batch.advantages,
             mask=batch.rollout.answer_mask,
-            old_log_probs=batch.old_log_probs,
+            old_log_probs=None if is_first else batch.old_log_probs,
             ref_log_probs=batch.ref_log_probs,
             rollout_log_probs=batch.rollout.log_probs if config.objective.rollout_correction else None,
             temperature=config.temperature,

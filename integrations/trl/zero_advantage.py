@@ -19,6 +19,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels.validation import Checks
 
+from ..huggingface.rows import rope_of_longest_row, separate_experts
 from .config import LOSS_TYPES, METHOD
 from .logs import method_before, replace_method
 
@@ -92,22 +93,14 @@ def _interaction_of_rows(model: nn.Module) -> str | None:
                 return f"{key}={value} in {name}"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"batch normalization in {name}"
-        # An expert that no live row uses would have no gradient instead of 0, and AdamW would leave its weights out.
-        if isinstance(getattr(module, "experts", None), nn.ModuleList):
-            return f"experts that are separate modules in {name}"
-    return None
+    return separate_experts(model)
 
 
 def _dependence_on_length(trainer: Any) -> str | None:
     """Name what forbids cropping answers to the longest one that runs."""
     if getattr(trainer, "pad_to_multiple_of", None):
         return f"pad_to_multiple_of={trainer.pad_to_multiple_of}"
-    for module in trainer.model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
-            if kind in ("dynamic", "longrope"):  # the frequencies depend on the longest row
-                return f"rope_type={kind!r}"
-    return None
+    return rope_of_longest_row(trainer.model)
 
 
 def loss_mask(batch: Mapping[str, Any]) -> Tensor:

@@ -336,6 +336,42 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "trainers/trl_zero_advantage::test_a_rollout_without_old_log_probs_is_not_left_to_stock_trl",
     ),
+    "the divisors of an update count only answers that run": (
+        "gradients",
+        "divisors = normalizers(config, mask)",
+        "divisors = normalizers(config, take(batch.rollout, rows_to_run(batch.live, rows)).answer_mask)",
+        "integrations/trainer_zero_advantage::test_training_equals_training_without_skipping[divided by tokens]",
+    ),
+    "live answers keep the sampler's log-probs": (
+        "reference_trainer/update:with_log_probs",
+        "old[ran] = log_probs",
+        "pass",
+        "integrations/trainer_zero_advantage::test_old_log_probs_have_the_bits_of_the_updates[options0]",
+    ),
+    "the second epoch compares with the sampler's log-probs": (
+        "gradients",
+        "batch.old_log_probs[to_run] = gather_rows(torch.cat(log_probs))",
+        "pass",
+        "integrations/trainer_zero_advantage::test_the_first_update_stores_its_log_probs_for_the_second_epoch",
+    ),
+    "clip fractions leave out answers that did not run": (
+        "reference_trainer/measures:numbers",
+        "measures.skipped.any()",
+        "False",
+        "integrations/trainer_zero_advantage::test_training_equals_training_without_skipping[routing replay]",
+    ),
+    "one process runs more answers than another": (
+        "rows_to_run",
+        "max(1, -(-int(is_live.sum()) // world())) * world()",
+        "max(1, int(is_live.sum()))",
+        "integrations/trainer_zero_advantage::test_all_processes_run_equally_many_rows[2-expected1]",
+    ),
+    "a stopped run saves the moments of the next step": (
+        "Training.train_step",
+        "running = replace(self.running)",
+        "running = self.running",
+        "trainer_resume::test_a_run_that_skips_answers_continues_to_the_bit",
+    ),
     "rounding moves weights for equal rewards": (
         "EqualRewards._generate_and_score",
         'output["advantages"].masked_fill(local, 0)',

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo_kernels.integrations.reference_trainer import TrainConfig, train_config
-from gspo_kernels.integrations.reference_trainer.policy import Policy
+from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
 
 SMALL = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "eval_every": 2, "eval_prompts": 8, "threads": 1}
 
@@ -32,3 +34,26 @@ def rows_of(folder: Path) -> list[dict]:
 def write_jsonl(path: Path, *lines: object) -> Path:
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     return path
+
+
+def moe_checkpoint(folder: Path, **config: Any) -> Path:
+    """Save a small mixture of experts with random weights."""
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=15,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        router_aux_loss_coef=0.5,
+        max_position_embeddings=64,
+        eos_token_id=1,
+    )
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **config})).save_pretrained(folder)
+    demo_policy().tokenizer.save_pretrained(folder)
+    return folder

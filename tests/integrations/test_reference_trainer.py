@@ -97,7 +97,7 @@ def test_only_the_first_update_has_ratio_one(tmp_path: Path, monkeypatch: pytest
         return out
 
     monkeypatch.setattr(update, "gspo_fused_loss", recording)
-    train(small(tmp_path, steps=1, learning_rate=1e-2, **changes))
+    train(small(tmp_path, steps=1, learning_rate=1e-2, skip_zero_advantage=False, **changes))
     first = len(log_ratios) // (4 * changes.get("epochs", 1))
     assert all((log_ratio == 0).all() for log_ratio in log_ratios[:first])
     assert all((log_ratio != 0).any() for log_ratio in log_ratios[first:])
@@ -274,6 +274,8 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("group_size=1", "group_size: expected at least 2"),
         ("steps=0", "steps: expected at least 1, got 0"),
         ("steps=1.5", "steps: expected a whole number, such as 8 or 1e3, got '1.5'"),
+        ("skip_zero_advantage=yes", "skip_zero_advantage: expected true or false, or none, got 'yes'"),
+        ("skip_zero_advantage=true kl_coef=0.1", "skip_zero_advantage: expected false or none with kl_coef=0.1, got"),
         ("shuffle=maybe", "shuffle: expected true or false, got 'maybe'"),
         ("learning_rate=abc", "learning_rate: expected a number, such as 0.001 or 1e-3, got 'abc'"),
         ("learning_rate=nan", "learning_rate: expected a number above 0, got nan"),

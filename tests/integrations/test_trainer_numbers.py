@@ -267,7 +267,7 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
     padded, updated = trainer.padded, trainer.update
     sizes: dict[str, Any] = dict(steps=3, updates_per_rollout=2, eval_every=2, eval_prompts=21, save=True)
     rates: dict[str, Any] = dict(learning_rate=0.01, warmup_updates=1, schedule="linear", initial_new_tokens=5)
-    config = small(folder, length_steps=1, micro_batch_size=4, **sizes, **rates)
+    config = small(folder, length_steps=1, micro_batch_size=4, skip_zero_advantage=False, **sizes, **rates)
     with patch.multiple(trainer, padded=noted_rollout, update=noted_update):
         report = train(config, reward=COMPONENTS)
     if rank:

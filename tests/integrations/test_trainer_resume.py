@@ -88,7 +88,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "before the first step": (loop.Training, "train_step", 1, 0),
     "sampling": (loop.Training, "collect", 4, 2),  # the first call evaluates
     "old log-probs": (loop, "with_log_probs", 4, 3),
-    "advantages": (loop, "advantages_of", 4, 4),
+    "advantages": (loop, "advantages_of", 4, 3),
     "first update": (loop, "update", 5, 2),
     "evaluation after a step": (loop.Training, "evaluate", 2, 3),
     "metrics": (loop.RunFolder, "write", 4, 3),
@@ -114,6 +114,19 @@ def test_an_interrupted_run_continues_to_the_bit(
     assert len(rows_of(folder)) == done + 1
     train(read_config(resume=folder))
     assert numbers(folder) == numbers(uninterrupted)
+
+
+def test_a_run_that_skips_answers_continues_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives after the advantages, which change the running moments, and before the old log-probs."""
+    advantages = [*OPTIONS["advantages"], {"clamp": {"min": 0.0}}]
+    options = {**OPTIONS, "kl_coef": 0.0, "advantages": advantages, "seeds": (0,), "name": "skips"}
+    whole = train(small(tmp_path / "whole", **options)).folder
+    with monkeypatch.context() as patch:
+        interrupt(patch, loop, "with_log_probs", 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(tmp_path, **options))
+    folder = train(read_config(resume=tmp_path / "skips")).folder
+    assert numbers(folder) == numbers(whole) and numbers(folder)[3]["rows_run"] < 1
 
 
 def train_until_killed(folder: Path) -> None:

@@ -10,15 +10,13 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.marks import slow
-from helpers.reference_runs import SMALL, rows_of, small
+from helpers.reference_runs import SMALL, moe_checkpoint, rows_of, small
 from rich.console import Console
 from tolerance import PARAMETER_ABSOLUTE
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import (
@@ -183,8 +181,9 @@ def test_signal_handlers_replace_defaults_in_the_main_thread_only(monkeypatch: p
 
 def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(small(tmp_path, steps=4))
-    lines = capsys.readouterr().out.splitlines()
+    skipping, *lines = capsys.readouterr().out.splitlines()
     rows = rows_of(tmp_path / "demo")
+    assert skipping == "skip_zero_advantage=true: answers with advantage 0 do not run through the model"
     assert lines[0] == f"seed 0  step 0 of 4  held-out reward {rows[0]['eval_reward']:.3f}"
     for line, first in zip(lines[1:], (1, 3), strict=True):
         steps = rows[first : first + 2]
@@ -224,28 +223,6 @@ def test_a_run_with_equal_rewards_warns_at_the_end(tmp_path: Path, reward: float
 
 
 # Mixtures of experts
-
-
-def moe_checkpoint(folder: Path, **config: Any) -> Path:
-    torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=15,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        router_aux_loss_coef=0.5,
-        max_position_embeddings=64,
-        eos_token_id=1,
-    )
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **config})).save_pretrained(folder)
-    policy.demo_policy().tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("asked_for", [True, False])

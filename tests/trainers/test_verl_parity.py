@@ -322,3 +322,11 @@ def test_positions_of_nested_responses_are_masked_correctly() -> None:
     # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
     # first position is 5 in the packed batch.
     assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]
+
+
+def test_equal_rewards_have_an_advantage_of_exactly_0_only_in_ours() -> None:
+    for reward, is_noise in ((0.7, True), (1.0, False)):
+        rewards = torch.full((8,), reward)
+        theirs, _ = core_algos.compute_grpo_outcome_advantage(rewards[:, None], torch.ones(8, 1), np.zeros(8))
+        assert (theirs.abs().max() > 0.01) == is_noise
+        assert group_advantages(rewards, group_size=8).eq(0).all()

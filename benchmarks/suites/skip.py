@@ -1,0 +1,140 @@
+"""Measure what a step of TRL's trainer costs if the answers to some prompts have advantage 0, and skip the model.
+
+    python -m gspo_kernels.benchmarks skip      10 minutes on one idle core
+
+Stock TRL's GRPOTrainer and our GSPOTrainer train the same Qwen2, with random weights, on the same rollouts. A rollout
+has four updates. Its time includes generation by transformers, rewards, old log-probs, and the optimizer. In each
+round, both trainers take all updates of a rollout, one after the other, on one thread. Times are processor seconds, so
+other work on the machine counts little. The gradient norms of all updates must equal stock TRL's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from ..measure import Record, Tick, destination, save
+from .options import parser_of, positive, say
+from .trainer import check_packages
+
+CPU = torch.device("cpu")
+QWEN2: Record = dict(
+    vocab_size=2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=False,
+)  # fmt: skip  # numbers
+TINY = QWEN2 | dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+SHARES = (0.0, 0.25, 0.5, 0.75)  # of the prompts, whose answers all have the same reward
+PROMPTS, GROUP, LENGTH = 8, 8, 64  # prompts of a rollout, answers to each, and tokens of an answer
+UPDATES = 4  # of a rollout
+STOCK, OURS = "TRL", "GSPOTrainer"
+DIFFER = 1e-4  # largest relative difference of a gradient norm
+
+
+def rollout_of(name: str, share: float, config: Record, length: int) -> Record:
+    """Train on one rollout. Return processor seconds, in total and of generation, gradient norms, and rows that ran."""
+    from transformers import PrinterCallback, TrainerCallback
+
+    spent = {"total": 0.0, "generation": 0.0}
+
+    def add_time(key: str, sign: int) -> None:
+        spent[key] += sign * time.process_time()
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            add_time("total", -1)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            add_time("total", 1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(name, share, config, length, folder)
+        generate = trainer._generate
+
+        def generation(*arguments: Any, **options: Any) -> Any:
+            add_time("generation", -1)
+            answers = generate(*arguments, **options)
+            add_time("generation", 1)
+            return answers
+
+        trainer._generate = generation
+        trainer.add_callback(Clock())
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    logs = [row for row in trainer.state.log_history if "grad_norm" in row]
+    rows_run = statistics.fmean(row.get("gspo/rows_run", 1.0) for row in logs)
+    return {**spent, "norms": [row["grad_norm"] for row in logs], "rows_run": rows_run}
+
+
+def make_trainer(name: str, share: float, config: Record, length: int, folder: str) -> Any:
+    """Make stock TRL's trainer or ours. Both have the same settings, weights, prompts and random numbers."""
+    import datasets
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        pairs = zip(prompts, completion_ids, strict=True)
+        return [1.0 if int(prompt) < share * PROMPTS else float(sum(ids)) for prompt, ids in pairs]
+
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**config))
+    digits = {"<pad>": 0, "<eos>": 1, **{str(i): 2 + i for i in range(PROMPTS)}}
+    words: Any = Tokenizer(models.WordLevel(digits, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    args = GSPOConfig(
+        folder, use_cpu=True, bf16=False, per_device_train_batch_size=PROMPTS * GROUP // UPDATES, num_generations=GROUP,
+        steps_per_generation=UPDATES, max_steps=UPDATES, max_completion_length=length, learning_rate=1e-9,
+        gradient_checkpointing=False, logging_steps=1, disable_tqdm=True, report_to=[], save_strategy="no",
+    )  # fmt: skip  # related settings share a line
+    return (GRPOTrainer if name == STOCK else GSPOTrainer)(
+        model,
+        reward,
+        args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": str(i)} for i in range(PROMPTS)]),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+    )
+
+
+def compare(rounds: int, config: Record = QWEN2, length: int = LENGTH, tick: Tick = say) -> Record:
+    """Measure rollouts of both trainers for each share. The first round is not timed."""
+    runs: dict[float, list[tuple[Record, Record]]] = {share: [] for share in SHARES}
+    for number in range(rounds + 1):
+        for share in SHARES:
+            tick(f"{share:.0%} of the prompts without a signal, round {number} of {rounds}")
+            stock, ours = (rollout_of(name, share, config, length) for name in (STOCK, OURS))
+            for norm, expected in zip(ours["norms"], stock["norms"], strict=True):
+                if not abs(norm - expected) <= DIFFER * expected:
+                    raise ValueError(f"a gradient norm of {OURS} is {norm}, and of {STOCK} {expected}")
+            if number:
+                runs[share].append((stock, ours))
+    on = {"model": config, "answers": PROMPTS * GROUP, "tokens": length, "updates": UPDATES, "rounds": rounds}
+    return {**on, "shares": [record_of(share, pairs) for share, pairs in runs.items()]}
+
+
+def record_of(share: float, pairs: list[tuple[Record, Record]]) -> Record:
+    """Medians over rounds of our processor time divided by stock TRL's, without and with generation."""
+    updates = [[x["total"] - x["generation"] for x in pair] for pair in pairs]
+    return {
+        "without signal": share,
+        "rows_run": pairs[0][1]["rows_run"],
+        "stock seconds": statistics.median(stock for stock, _ in updates),
+        "update": statistics.median(ours / stock for stock, ours in updates),
+        "with generation": statistics.median(ours["total"] / stock["total"] for stock, ours in pairs),
+    }
+
+
+def main() -> None:
+    parser = parser_of("skip", __doc__)
+    parser.add_argument("--rounds", type=positive, default=5, help="timed rollouts of each trainer and share")
+    options = parser.parse_args()
+    check_packages("gspo_kernels.benchmarks skip")
+    output = destination("skip", CPU, options.output, options.tiny)
+    torch.set_num_threads(1)
+    tiny = {"config": TINY, "length": 8} if options.tiny else {}
+    print(save("skip", CPU, compare(1 if options.tiny else options.rounds, **tiny), output))

@@ -1,0 +1,28 @@
+"""Parts of a model that make the results of a row depend on the other rows of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+
+def separate_experts(model: nn.Module) -> str | None:
+    """Name a layer whose experts are separate modules.
+
+    An expert that no token uses has a gradient of None instead of 0, and AdamW does not update its weights at all.
+    """
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "experts", None), nn.ModuleList):
+            return f"experts that are separate modules in {name}"
+    return None
+
+
+def rope_of_longest_row(model: nn.Module) -> str | None:
+    """Name a RoPE whose frequencies depend on the longest row of the batch."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+            if kind in ("dynamic", "longrope"):
+                return f"rope_type={kind!r}"
+    return None

@@ -71,8 +71,8 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
     """Return the arms of a study. `names` are presets of `Objective`; "grpo" gets the window of the GSPO paper.
 
     "moe": every objective is trained without and with Routing Replay. "rounding": every objective is trained in fp32,
-    with a body in each of `BODIES`, and in fp32 with a sampler whose weights are rounded to bf16. Answers of this sampler
-    get old log-probs from the trainer or from the sampler, or a truncated (TIS) or a masked (MIS) correction.
+    with a body in each of `BODIES`, and in fp32 with a sampler whose weights are rounded to bf16. The answers of this
+    sampler get old log-probs from the trainer or from the sampler, or a truncated (TIS) or a masked (MIS) correction.
 
     Raises:
         InputError: a name is not a preset.

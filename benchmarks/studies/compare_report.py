@@ -7,8 +7,8 @@
 - *Over the grid*: for each seed, the mean score over all settings.
 - A training *collapsed* if its last held-out reward is less than half of its highest.
 - The *time to reward* is the number of rollouts before the first evaluation with a held-out reward of `TARGET` or more.
-- The sentence: an arm *learns faster* than another if the 95 % interval of the differences of their scores, seed by seed
-  (Student's t), excludes 0. Otherwise it is *not decided*. Both are said of the best settings and of the grid.
+- The sentence: an arm *learns faster* than another if the 95 % interval of the differences of their scores, seed by
+  seed (Student's t), excludes 0. Otherwise it is *not decided*. This is said of the best settings and of the grid.
 """
 
 from __future__ import annotations
@@ -260,7 +260,10 @@ def replay(results: Results) -> str:
     gspo, grpo = (changes(results)[name + REPLAY] for name in ("gspo", "grpo"))
     effect = {-1: "slower with it", 0: "with no difference that these seeds can show", 1: "faster with it"}
     figures = [estimate(record, "+.3f") for record in (gspo, grpo)]
-    return f"GSPO learns {effect[sign(gspo)]}, GRPO {effect[sign(grpo)]}. Replay changes the mean held-out reward of GSPO by {figures[0]} and of GRPO by {figures[1]}"
+    return (
+        f"GSPO learns {effect[sign(gspo)]}, GRPO {effect[sign(grpo)]}. Replay changes the mean held-out reward of "
+        f"GSPO by {figures[0]} and of GRPO by {figures[1]}"
+    )
 
 
 def rounding(results: Results) -> str:

@@ -27,9 +27,9 @@ CLAIMS = {
     "rounding": "Rounding changes rewards",
 }
 DEFAULTS = {  # by study: objectives, learning rates, updates per rollout
-    "dense": ("gspo,gspo-token,grpo", "5e-4,1.5e-3,5e-3", "4,8"),
+    "dense": ("gspo,grpo", "5e-4,1.5e-3,5e-3", "4,8"),
     "moe": ("gspo,grpo", "5e-4,1.5e-3,5e-3", "4,8"),
-    "rounding": ("gspo,grpo", "1.5e-3", "4"),
+    "rounding": ("gspo", "1.5e-3", "4"),
 }
 Number = TypeVar("Number", int, float)
 FOLDER = Path("runs") / "compare"

@@ -23,13 +23,13 @@ from typing import Any
 Results = dict[str, Any]
 Row = tuple[str, ...]
 Cells = dict[str, Callable[[str], str]]  # header -> function that formats the cell of an arm
-TARGET = 0.4
+TARGET = 0.3
 BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom color-blind readers can tell apart
 COLORS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
 OTHER_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
 ROUNDED_SAMPLER, SAMPLER, TIS, MIS = (f" + bf16 sampler{how}" for how in ("", ", its log-probs", ", TIS", ", MIS"))
-MODELS = {"dense": "dense model", "moe": "mixture of experts", "rounding": "dense model"}  # by study
+MODELS = {"dense": "Dense model", "moe": "Mixture of experts"}  # by study
 WINNER = {-1: "GSPO learns faster", 0: "not decided", 1: "GRPO learns faster"}  # by the sign of GRPO minus GSPO
 # 97.5 % quantiles of Student's t, by number of seeds
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -123,7 +123,7 @@ def estimate(record: Results, form: str = ".3f") -> str:
 def chosen(runs: Sequence[Results]) -> str:
     """Name the settings at which an arm is judged, and for how many seeds if they differ."""
     counts = Counter((run["learning rate"], run["updates"]) for run in at_best(runs)).most_common()
-    times = [f" ({count} seeds)" if len(counts) > 1 else "" for _, count in counts]
+    times = [f" ({count} seed{'s' * (count > 1)})" if len(counts) > 1 else "" for _, count in counts]
     return ", ".join(f"{rate:g} x {updates}{seeds}" for ((rate, updates), _), seeds in zip(counts, times, strict=True))
 
 
@@ -240,8 +240,20 @@ def training(runs: Results) -> str:
     fell = [f"{sum(map(collapsed, runs[arm]))} of {len(runs[arm])}" for arm in ("gspo", "grpo")]
     return (
         f"{winner(runs)}. GRPO's mean held-out reward minus GSPO's is {best} at the best settings and {grid} over the "
-        f"grid. {fell[0]} trainings collapsed with GSPO, {fell[1]} with GRPO"
+        f"grid. {fell[0]} trainings collapsed with GSPO, {fell[1]} with GRPO{edges(runs)}"
     )
+
+
+def edges(runs: Results) -> str:
+    """Name the objectives whose best learning rate is the lowest or the highest of the grid."""
+    named = ""
+    for arm in ("gspo", "grpo"):
+        grid = by_setting(runs[arm])
+        rates = sorted({rate for rate, _ in grid})
+        best, _ = max(grid, key=lambda at: fmean(scores(grid[at])))
+        if len(rates) > 1 and best in (rates[0], rates[-1]):
+            named += f". {label(arm)}'s best learning rate, {best:g}, is at the edge of the grid"
+    return named
 
 
 def clipping(runs: Results) -> str:
@@ -258,10 +270,10 @@ def clipping(runs: Results) -> str:
 def replay(results: Results) -> str:
     """GSPO needs no Routing Replay."""
     gspo, grpo = (changes(results)[name + REPLAY] for name in ("gspo", "grpo"))
-    effect = {-1: "slower with it", 0: "with no difference that these seeds can show", 1: "faster with it"}
+    effect = {-1: "slows down", 0: "has no decided effect on", 1: "speeds up"}
     figures = [estimate(record, "+.3f") for record in (gspo, grpo)]
     return (
-        f"GSPO learns {effect[sign(gspo)]}, GRPO {effect[sign(grpo)]}. Replay changes the mean held-out reward of "
+        f"Replay {effect[sign(gspo)]} GSPO, and {effect[sign(grpo)]} GRPO. It changes the mean held-out reward of "
         f"GSPO by {figures[0]} and of GRPO by {figures[1]}"
     )
 
@@ -276,10 +288,10 @@ def rounding(results: Results) -> str:
 
 def title(results: Results) -> str:
     """What a figure shows, in a sentence: who learns faster, or what rounding changes."""
-    model = MODELS[results["study"]].capitalize()
-    if results["study"] == "rounding" or not verdicts(results):
-        return rounding(results) if results["study"] == "rounding" else model
-    return f"{model}: {winner(results['runs'])}"
+    if results["study"] == "rounding":
+        return rounding(results)
+    model = MODELS[results["study"]]
+    return f"{model}: {winner(results['runs'])}" if verdicts(results) else model
 
 
 def draw(results: Results, path: Path) -> None:
@@ -300,6 +312,7 @@ def draw(results: Results, path: Path) -> None:
             axes = figure.subplot_mosaic([[*line, "curves", "curves"] for line in lines])
             draw_grids(axes, results)
             draw_curves(axes["curves"], results)
+            figure.supylabel("mean held-out reward, by learning rate and updates", fontsize=9)
         figure.suptitle(title(results), fontsize=11, weight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -326,7 +339,7 @@ def draw_grids(axes: Any, results: Results) -> None:
         panel.set_xticks(range(len(updates)), [f"{number} updates" for number in updates])
         panel.set_yticks(range(len(rates)), [f"{rate:g}" for rate in rates])
         panel.tick_params(length=0)
-        panel.set_title(f"{label(arm)}: mean held-out reward")
+        panel.set_title(label(arm))
 
 
 def looks(results: Results) -> dict[str, dict[str, Any]]:
@@ -365,4 +378,4 @@ def draw_changes(axes: Any, results: Results) -> None:
     axes.invert_yaxis()
     axes.grid(lw=0.5, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set(title="change of the mean held-out reward, with 95% intervals over the seeds")
+    axes.set_title("change of the mean held-out reward against fp32, with 95% intervals over the seeds")

@@ -200,24 +200,19 @@ def rounding_cells(results: Results) -> Cells:
 
 
 def verdicts(results: Results) -> dict[str, str]:
-    """Say which claims about GSPO and GRPO (arXiv 2507.18071) hold; {} unless GSPO is the baseline of GRPO.
+    """Say what a study shows about the claims of GSPO's paper (arXiv 2507.18071).
 
-    Keys: "training" (section 5.1) and "clipping" (5.2), for a mixture of experts "mixture" (5.1) and "replay" (5.3),
-    for the study of rounding "rounding".
+    Keys: "training" (section 5.1) and "clipping" (5.2); for a mixture of experts "mixture" (5.1) and "replay" (5.3).
+    These need GSPO as the baseline of GRPO. For the study of rounding, "rounding" (5.4).
     """
     runs = results["runs"]
+    if results["study"] == "rounding":
+        return {"rounding": rounding(results)}
     if next(iter(runs)) != "gspo" or "grpo" not in runs:
         return {}
     if results["study"] == "moe":
         return {"mixture": training(runs), "replay": replay(results)}
-    return (
-        {"rounding": rounding(results)}
-        if results["study"] == "rounding"
-        else {
-            "training": training(runs),
-            "clipping": clipping(runs),
-        }
-    )
+    return {"training": training(runs), "clipping": clipping(runs)}
 
 
 def winner(runs: Results) -> str:
@@ -332,7 +327,7 @@ def draw_grids(axes: Any, results: Results) -> None:
         for y, rate in enumerate(rates):
             for x, number in enumerate(updates):
                 mean, fell = means[arm][rate, number], sum(map(collapsed, grid[rate, number]))
-                text = f"{mean:.3f}" + (f", {fell} collapsed" if fell else "")
+                text = f"{mean:.3f}" + (f"\n{fell} collapsed" if fell else "")
                 color = "black" if mean > fmean([min(every), max(every)]) else "white"
                 weight = "bold" if (rate, number) == best else "normal"
                 panel.text(x, y, text, color=color, weight=weight, ha="center", va="center")

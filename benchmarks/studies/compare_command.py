@@ -26,17 +26,17 @@ CLAIMS = {
     "replay": "GSPO needs no Routing Replay",
     "rounding": "Rounding changes rewards",
 }
-DEFAULTS = {  # by study: objectives, learning rates, updates per rollout
-    "dense": ("gspo,grpo", "5e-4,1.5e-3,5e-3", "4,8"),
-    "moe": ("gspo,grpo", "5e-4,1.5e-3,5e-3", "4,8"),
-    "rounding": ("gspo", "1.5e-3", "4"),
+DEFAULTS = {  # by study: learning rates, updates per rollout
+    "dense": ("5e-4,1.5e-3,5e-3", "4,8"),
+    "moe": ("5e-4,1.5e-3,5e-3", "4,8"),
+    "rounding": ("1.5e-3", "4"),
 }
 Number = TypeVar("Number", int, float)
 FOLDER = Path("runs") / "compare"
 
 
 def run(
-    objectives: str | None,
+    objectives: str,
     study: str,
     task: str,
     seeds: str,
@@ -53,12 +53,11 @@ def run(
     """
     if study not in STUDIES:
         raise InputError(f"--study: expected {', '.join(STUDIES)}, got {study!r}")
-    asked = (objectives, learning_rates, updates)
-    of_study = [default if value is None else value for value, default in zip(asked, DEFAULTS[study], strict=True)]
+    of_study = DEFAULTS[study]
     config = config_of(task, steps)
-    arms = arms_of(of_study[0].split(","), study, config)
-    rates = parse("--learning-rates", of_study[1], float, "5e-4,1e-3")
-    grid = grid_of(config, rates, parse("--updates", of_study[2], int, "4,8"))
+    arms = arms_of(objectives.split(","), study, config)
+    rates = parse("--learning-rates", learning_rates or of_study[0], float, "5e-4,1e-3")
+    grid = grid_of(config, rates, parse("--updates", updates or of_study[1], int, "4,8"))
     numbers = parse("--seeds", seeds, int, "0,1,2")
     path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -246,12 +246,9 @@ def bench(
 @app.command()
 def compare(
     objectives: Annotated[
-        str | None,
-        typer.Option(
-            help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline. (default: "
-            "gspo,grpo; with --study rounding gspo)"
-        ),
-    ] = None,
+        str,
+        typer.Option(help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline."),
+    ] = "gspo,grpo",
     study: Annotated[
         str,
         typer.Option(

@@ -62,9 +62,16 @@ def config_of(task: str, steps: int) -> TrainConfig:
 
 
 def grid_of(config: TrainConfig, learning_rates: Sequence[float], updates: Sequence[int]) -> list[TrainConfig]:
-    """Return the configuration of every setting: each learning rate with each number of updates per rollout."""
+    """Return the configuration of every setting: each learning rate with each number of updates per rollout.
+
+    Raises:
+        InputError: a number cannot be used.
+    """
     pairs = itertools.product(learning_rates, updates)
-    return [replace(config, learning_rate=rate, updates_per_rollout=number) for rate, number in pairs]
+    try:
+        return [replace(config, learning_rate=rate, updates_per_rollout=number) for rate, number in pairs]
+    except InputError as error:
+        raise InputError(f"--learning-rates, --updates: {error}") from error
 
 
 def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, Arm]:

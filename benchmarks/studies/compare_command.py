@@ -56,14 +56,15 @@ def run(
     of_study = DEFAULTS[study]
     config = config_of(task, steps)
     arms = arms_of(objectives.split(","), study, config)
-    rates = parse("--learning-rates", learning_rates or of_study[0], float, "5e-4,1e-3")
-    grid = grid_of(config, rates, parse("--updates", updates or of_study[1], int, "4,8"))
-    numbers = parse("--seeds", seeds, int, "0,1,2")
+    rates = parse("--learning-rates", of_study[0] if learning_rates is None else learning_rates, float, "5e-4,1e-3")
+    numbers = parse("--updates", of_study[1] if updates is None else updates, int, "4,8")
+    grid = grid_of(config, rates, numbers)
+    of_seeds = parse("--seeds", seeds, int, "0,1,2")
     path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads
-    with bench_table.progress(console, len(arms) * len(numbers) * len(grid) * steps) as tick:
-        results = compare(arms, numbers, grid, study, tick)
+    with bench_table.progress(console, len(arms) * len(of_seeds) * len(grid) * steps) as tick:
+        results = compare(arms, of_seeds, grid, study, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
     for claim, verdict in compare_report.verdicts(results).items():

@@ -181,6 +181,12 @@ def test_the_sentence_follows_from_the_intervals() -> None:
         assert compare_report.verdicts(results)["training"].startswith(expected + ". ")
         assert compare_report.title(results) == f"Dense model: {expected}"
     assert compare_report.verdicts({**results, "runs": {"grpo": runs["grpo"], "gspo": runs["gspo"]}}) == {}
+    runs = {"gspo": runs_of((1.0, gspo)), "grpo": runs_of((1.0, gspo))}
+    runs |= {"gspo + replay": runs_of((1.0, slow)), "grpo + replay": runs_of((1.0, near))}
+    expected = "Replay slows down GSPO, and has no decided effect on GRPO. "
+    assert compare_report.verdicts({**results, "study": "moe", "runs": runs})["replay"].startswith(expected)
+    expected = "The mean held-out reward differs from fp32's with GSPO + replay"
+    assert compare_report.verdicts({**results, "study": "rounding", "runs": runs}) == {"rounding": expected}
     gap = compare_report.gap([0.3, 0.4, 0.4], [0.25, 0.35, 0.3])
     assert gap["95 %"] == pytest.approx([0.2 / 3 - 4.303 * 0.05 / 3, 0.2 / 3 + 4.303 * 0.05 / 3])
     assert compare_report.about([0.5]) == {"mean": 0.5, "95 %": None}
@@ -209,7 +215,7 @@ def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: py
         (["--study", "mix"], "--study: expected dense, moe, rounding, got 'mix'"),
         (["--seeds", "1,1"], "got '1,1'"),
         (["--learning-rates", "fast"], "--learning-rates: expected different numbers separated by commas"),
-        (["--learning-rates", "0"], "learning_rate: expected a number above 0"),
+        (["--learning-rates", "0"], "--learning-rates, --updates: learning_rate: expected a number above 0"),
         (["--updates", "3"], "updates_per_rollout: expected a divisor of the 128 answers of a rollout"),
     ],
 )

@@ -30,7 +30,7 @@ OTHER_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
 ROUNDED_SAMPLER, SAMPLER, TIS, MIS = (f" + bf16 sampler{how}" for how in ("", ", its log-probs", ", TIS", ", MIS"))
 MODELS = {"dense": "Dense model", "moe": "Mixture of experts"}  # by study
-WINNER = {-1: "GSPO learns faster", 0: "not decided", 1: "GRPO learns faster"}  # by the sign of GRPO minus GSPO
+WINNER = {-1: "GSPO learns faster", 0: "it is not decided", 1: "GRPO learns faster"}  # by the sign of GRPO minus GSPO
 # 97.5 % quantiles of Student's t, by number of seeds
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
@@ -145,14 +145,15 @@ def grid_cells(results: Results) -> Cells:
         middle = median(times)
         return (f"{middle:g}" if math.isfinite(middle) else "-") + f" ({reached} of {len(times)})"
 
+    def difference(of: Callable[[str], list[float]]) -> Callable[[str], str]:
+        return lambda arm: "-" if arm == first else estimate(gap(of(arm), of(first)), "+.3f")
+
     cells: Cells = {
         "own best setting": lambda arm: chosen(runs[arm]),
         "score at its own best": lambda arm: estimate(about(scores(best[arm]))),
-        f"minus {label(first)}'s": lambda arm: estimate(gap(scores(best[arm]), scores(best[first])), "+.3f"),
+        f"minus {label(first)}'s": difference(lambda arm: scores(best[arm])),
         "score over the grid": lambda arm: estimate(about(over_grid(runs[arm]))),
-        f"minus {label(first)}'s over the grid": lambda arm: estimate(
-            gap(over_grid(runs[arm]), over_grid(runs[first])), "+.3f"
-        ),
+        f"minus {label(first)}'s over the grid": difference(lambda arm: over_grid(runs[arm])),
         f"rollouts to {TARGET:g}": time,
         "collapsed": lambda arm: f"{sum(map(collapsed, runs[arm]))} of {len(runs[arm])}",
         "tokens clipped": lambda arm: percent(mean_of(best[arm], "token_clip_fraction")),
@@ -207,7 +208,9 @@ def verdicts(results: Results) -> dict[str, str]:
     """
     runs = results["runs"]
     if results["study"] == "rounding":
-        return {"rounding": rounding(results)}
+        ends = [record["95 %"] or (0.0, 0.0) for record in changes(results).values()]
+        widest = max((high - low) / 2 for low, high in ends)
+        return {"rounding": f"{rounding(results)}. Changes below {widest:.3f} may be missed"}
     if next(iter(runs)) != "gspo" or "grpo" not in runs:
         return {}
     if results["study"] == "moe":
@@ -220,7 +223,7 @@ def winner(runs: Results) -> str:
     best, grid = (sign(record) for record in lead(runs))
     if best == grid:
         return f"{WINNER[best]}, at each objective's best setting and over the grid"
-    return f"{WINNER[best]} at each objective's best setting, {WINNER[grid]} over the grid"
+    return f"at each objective's best setting, {WINNER[best]}; over the grid, {WINNER[grid]}"
 
 
 def lead(runs: Results) -> tuple[Results, Results]:
@@ -267,8 +270,9 @@ def replay(results: Results) -> str:
     gspo, grpo = (changes(results)[name + REPLAY] for name in ("gspo", "grpo"))
     effect = {-1: "slows down", 0: "has no decided effect on", 1: "speeds up"}
     figures = [estimate(record, "+.3f") for record in (gspo, grpo)]
+    both = f"GSPO, and {effect[sign(grpo)]} GRPO" if sign(gspo) != sign(grpo) else "GSPO and GRPO"
     return (
-        f"Replay {effect[sign(gspo)]} GSPO, and {effect[sign(grpo)]} GRPO. It changes the mean held-out reward of "
+        f"Replay {effect[sign(gspo)]} {both}. It changes the mean held-out reward of "
         f"GSPO by {figures[0]} and of GRPO by {figures[1]}"
     )
 

@@ -219,11 +219,13 @@ def verdicts(results: Results) -> dict[str, str]:
 
 
 def winner(runs: Results) -> str:
-    """Who learns faster, at each objective's own best setting and over the grid. The two may disagree."""
+    """Which learns faster, each objective at its own best setting, and over the grid. The two may disagree."""
     best, grid = (sign(record) for record in lead(runs))
+    if best == grid == 0:
+        return "it is not decided which learns faster, at the best settings or over the grid"
     if best == grid:
-        return f"{WINNER[best]}, at each objective's best setting and over the grid"
-    return f"at each objective's best setting, {WINNER[best]}; over the grid, {WINNER[grid]}"
+        return f"{WINNER[best]}, at the best settings and over the grid"
+    return f"at the best settings, {WINNER[best]}; over the grid, {WINNER[grid]}"
 
 
 def lead(runs: Results) -> tuple[Results, Results]:
@@ -270,7 +272,13 @@ def replay(results: Results) -> str:
     gspo, grpo = (changes(results)[name + REPLAY] for name in ("gspo", "grpo"))
     effect = {-1: "slows down", 0: "has no decided effect on", 1: "speeds up"}
     figures = [estimate(record, "+.3f") for record in (gspo, grpo)]
-    both = f"GSPO, and {effect[sign(grpo)]} GRPO" if sign(gspo) != sign(grpo) else "GSPO and GRPO"
+    both = (
+        f"GSPO, and {effect[sign(grpo)]} GRPO"
+        if sign(gspo) != sign(grpo)
+        else "GSPO or GRPO"
+        if not sign(gspo)
+        else "GSPO and GRPO"
+    )
     return (
         f"Replay {effect[sign(gspo)]} {both}. It changes the mean held-out reward of "
         f"GSPO by {figures[0]} and of GRPO by {figures[1]}"
@@ -281,7 +289,7 @@ def rounding(results: Results) -> str:
     """Rounding changes rewards."""
     different = [label(arm) for arm, record in changes(results).items() if sign(record)]
     if not different:
-        return "No rounding changes the mean held-out reward beyond the spread of the seeds"
+        return "No rounding has a decided effect on the mean held-out reward"
     return f"The mean held-out reward differs from fp32's with {', '.join(different)}"
 
 

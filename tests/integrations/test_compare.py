@@ -172,9 +172,9 @@ def test_the_sentence_follows_from_the_intervals() -> None:
     gspo, near = [0.30, 0.31, 0.32], [0.305, 0.3, 0.33]
     slow, fast = ([score + by for score in gspo] for by in (-0.1, 0.1))
     for best, other, expected in (
-        (slow, slow, "GSPO learns faster, at each objective's best setting and over the grid"),
-        (near, near, "it is not decided, at each objective's best setting and over the grid"),
-        (fast, [0.0] * 3, "at each objective's best setting, GRPO learns faster; over the grid, GSPO learns faster"),
+        (slow, slow, "GSPO learns faster, at the best settings and over the grid"),
+        (near, near, "it is not decided which learns faster, at the best settings or over the grid"),
+        (fast, [0.0] * 3, "at the best settings, GRPO learns faster; over the grid, GSPO learns faster"),
     ):
         runs = {"gspo": runs_of((1.0, gspo), (2.0, gspo)), "grpo": runs_of((1.0, best), (2.0, other))}
         results = {"study": "dense", "settings": SETTINGS, "runs": runs}

@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Versions of torch and triton that PyTorch releases together.
 PAIRS := 2.11.0-3.6.0 2.13.0-3.7.1 2.14.1-3.8.0 2.15.0-3.9.0
 
-.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel pairs test-newest
+.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden studies test-release release-check hub-kernel pairs test-newest
 demo: .venv/ready
 	$(BIN)/gspo train
 
@@ -127,6 +127,12 @@ gate-%: .venv/ready
 	rm -rf build/triton-$*
 	$(UV) pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
 	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile
+
+# The trainings of docs/benchmarks.md, one after another on one core: an hour.
+studies: .venv/ready
+	for study in dense moe rounding; do $(BIN)/gspo compare --study $$study || exit 1; done
+	cp runs/compare/*-cpu.json benchmarks/results/
+	$(BIN)/python -m gspo_kernels.benchmarks report
 
 # Rewrite the golden counts, the figures and the generated parts of README.md and docs/: 5 minutes.
 golden: .venv/ready

@@ -195,5 +195,5 @@ DRAW = {
     "step": draw_step,
     "fidelity": draw_fidelity,
     "trainer": draw_trainer,
-    **dict.fromkeys(("compare", "compare_fast", "moe", "moe_fast"), draw),
+    **dict.fromkeys(("compare", "moe", "rounding"), draw),
 }  # by suite

@@ -71,7 +71,8 @@ def texts() -> dict[Path, str]:
     common = {"gpu": gpu, "helps": summary.helps(first), "loses": summary.loses(first)}
     common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
     common |= summary.rounding(first)
-    common |= verdicts([first["compare"], first["compare_fast"]]) | verdicts([first["moe"], first["moe_fast"]])
+    for study in ("compare", "moe", "rounding"):
+        common |= verdicts(first[study])
     page = [introduction.format(**common)]
     for suite, _, prose in (section.partition(" -->\n") for section in sections):
         for path in files(suite):

@@ -255,7 +255,7 @@ SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
     "precision": precision, "fidelity": fidelity, "budgets": budgets,
     **dict.fromkeys(
-        ("compare", "compare_fast", "moe", "moe_fast", "mismatch"),
+        ("compare", "moe", "rounding"),
         lambda results: {"table": table(*compare_report.rows(results))},
     ),
 }  # fmt: skip  # by suite

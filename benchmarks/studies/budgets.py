@@ -25,7 +25,7 @@ from gspo_kernels.integrations.reference_trainer.report import read_rows
 from .. import measure
 from ..measure import Record
 from ..suites.options import parser_of
-from .compare import about
+from .compare_report import about
 from .policy import FOLDER as POLICY
 from .policy import digest
 

@@ -1,13 +1,13 @@
-"""Train with several objectives from the same initial weights, prompts and seeds, and measure what they clip.
+"""Train with several objectives over a grid of settings, from the same initial weights, prompts and seeds.
 
 Sampling, rewards and updates come from the reference trainer. Every arm samples its own answers and clips in its own
-training. Metrics are recorded for each update of a rollout; in the first one, the ratio
-is always 1.
+training. Metrics are recorded for each update of a rollout; in the first one, the ratio is always 1.
+`compare_report.py` defines what is compared.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,24 +23,22 @@ from gspo_kernels.integrations.reference_trainer.config import InputError, Train
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
 from gspo_kernels.integrations.reference_trainer.sampling import sample, sampler_weights
-from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
+from gspo_kernels.integrations.reference_trainer.update import NotFiniteError, mini_batches, update, with_log_probs
 from gspo_kernels.integrations.tasks import Task, batches, task_by_name
 from gspo_kernels.objective import Objective
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-from .compare_report import MIS, REPLAY, SAMPLER, TIS
+from .compare_report import MIS, REPLAY, ROUNDED_SAMPLER, SAMPLER, TIS
 
 Record = dict[str, Any]
 Tick = Callable[[str], object]
-METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "ratio_min", "ratio_max")
-METRICS += ("token_log_ratio_std", "sequence_log_ratio_std")
+METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "token_log_ratio_std", "sequence_log_ratio_std")
 METRICS += ("router_changed",)  # only of mixtures
 METRICS += ("rollout_weight_mean", "rollout_bound_share")  # only with a correction
+STUDIES = ("dense", "moe", "rounding")
+BODIES = ("bf16", "autocast", "fp16", "fp16-autocast")  # values of TrainConfig.precision, besides fp32
 EXPERTS = 8  # of each layer of the mixture
-POINTS = 20  # most points of a saved curve
-SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "updates_per_rollout", "learning_rate", "eval_every")
-# 97.5 % quantiles of Student's t, by number of seeds
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "eval_every")
 
 
 class Arm(NamedTuple):
@@ -50,18 +48,12 @@ class Arm(NamedTuple):
     options: Record = {}  # noqa: RUF012 - never changed
 
 
-def config_of(
-    task: str,
-    steps: int,
-    learning_rate: float = TrainConfig.learning_rate,
-    updates: int = TrainConfig.updates_per_rollout,
-) -> TrainConfig:
-    """Settings that all arms share: the demo of `gspo train`, with an evaluation every 5 rollouts."""
+def config_of(task: str, steps: int) -> TrainConfig:
+    """Settings that all arms share: the demo of `gspo train`, with half its prompts and more evaluations."""
     return TrainConfig(
         task=task,
         steps=steps,
-        learning_rate=learning_rate,
-        updates_per_rollout=updates,
+        prompts_per_step=16,
         max_new_tokens=TrainConfig.max_new_tokens if task == "sorting" else 24,
         eval_every=5,
         device="cpu",
@@ -69,12 +61,25 @@ def config_of(
     )
 
 
+def grid_of(config: TrainConfig, learning_rates: Sequence[float], updates: Sequence[int]) -> list[TrainConfig]:
+    """Return the configuration of every setting: each learning rate with each number of updates per rollout.
+
+    Raises:
+        InputError: a number cannot be used.
+    """
+    pairs = itertools.product(learning_rates, updates)
+    try:
+        return [replace(config, learning_rate=rate, updates_per_rollout=number) for rate, number in pairs]
+    except InputError as error:
+        raise InputError(f"--learning-rates, --updates: {error}") from error
+
+
 def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, Arm]:
     """Return the arms of a study. `names` are presets of `Objective`; "grpo" gets the window of the GSPO paper.
 
-    "moe": every objective is trained without and with Routing Replay. "mismatch": every objective is trained with old
-    log-probs from the trainer, with log-probs from the sampler, and with a truncated (TIS) and a masked (MIS)
-    correction.
+    "moe": every objective is trained without and with Routing Replay. "rounding": every objective is trained in fp32,
+    with a body in each of `BODIES`, and in fp32 with a sampler whose weights are rounded to bf16. The answers of this
+    sampler get old log-probs from the trainer or from the sampler, or a truncated (TIS) or a masked (MIS) correction.
 
     Raises:
         InputError: a name is not a preset.
@@ -89,12 +94,15 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
         arms[name] = Arm(objective)
         if study == "moe":
             arms[name + REPLAY] = Arm(objective, {"routing_replay": True})
-        if study == "mismatch":
-            arms[name + SAMPLER] = Arm(objective, {"old_log_probs": "sampler"})
-            arms[name + TIS] = Arm(
-                replace(objective, rollout_correction=RolloutCorrection("token", "truncate", high=2.0))
-            )
-            arms[name + MIS] = Arm(replace(objective, rollout_correction=RolloutCorrection("token", "mask", 0.5, 2.0)))
+        if study == "rounding":
+            rounded = {"sampler_precision": "bf16"}
+            truncated = RolloutCorrection("token", "truncate", high=2.0)
+            masked = RolloutCorrection("token", "mask", 0.5, 2.0)
+            arms |= {f"{name} + {body}": Arm(objective, {"precision": body}) for body in BODIES}
+            arms[name + ROUNDED_SAMPLER] = Arm(objective, rounded)
+            arms[name + SAMPLER] = Arm(objective, {**rounded, "old_log_probs": "sampler"})
+            arms[name + TIS] = Arm(replace(objective, rollout_correction=truncated), rounded)
+            arms[name + MIS] = Arm(replace(objective, rollout_correction=masked), rounded)
     return arms
 
 
@@ -117,34 +125,42 @@ def mixture_policy(alphabet: str = SORTING) -> Policy:
     return make_policy(Qwen3MoeForCausalLM(config), demo.tokenizer)
 
 
-def compare(arms: dict[str, Arm], seeds: Sequence[int], config: TrainConfig, study: str, tick: Tick) -> Record:
-    """Train every arm with every seed. Return settings, the curves of each run, and a summary of each arm.
+def policy_of(study: str, task: Task, config: TrainConfig, seed: int) -> Policy:
+    """Make the policy before training. With the precision bf16 or fp16, its weights are rounded."""
+    torch.manual_seed(seed)
+    policy = mixture_policy(task.characters) if study == "moe" else demo_policy(task.characters)
+    if config.half_dtype and not config.uses_autocast:
+        for parameter in policy.model.parameters():  # not the buffers: from_pretrained keeps them in fp32 too
+            parameter.data = parameter.data.to(getattr(torch, config.half_dtype))
+    return policy
 
-    `study`: "dense", "moe" for a mixture of experts, or "mismatch" for a sampler with weights in bf16.
+
+def compare(arms: dict[str, Arm], seeds: Sequence[int], grid: Sequence[TrainConfig], study: str, tick: Tick) -> Record:
+    """Train every arm with every seed at every setting. Return the shared settings and a record of each training.
+
+    `study`: one of `STUDIES`; "moe" trains a mixture of experts, the others a dense model.
     """
-    if study == "mismatch":
-        config = replace(config, sampler_precision="bf16")
-    task = task_by_name(config.task, config.eval_prompts)
+    task = task_by_name(grid[0].task, grid[0].eval_prompts)
     runs: dict[str, list[Record]] = {name: [] for name in arms}
-    for seed in seeds:
-        for name, arm in arms.items():
-            torch.manual_seed(seed)
-            policy = mixture_policy(task.characters) if study == "moe" else demo_policy(task.characters)
-            settings = replace(config, objective=arm.objective, **arm.options)
-            record = train(settings, policy, task, seed, partial(tick, f"{name}, seed {seed}"))
-            runs[name].append({"seed": seed, **record})
-    shared = {name: getattr(config, name) for name in SETTINGS}
-    return {"settings": shared, "study": study, "runs": runs, "summary": summary(runs)}
+    for seed, (name, arm), setting in itertools.product(seeds, arms.items(), grid):
+        config = replace(setting, objective=arm.objective, **arm.options)
+        record = train(config, policy_of(study, task, config, seed), task, seed, partial(tick, f"{name}, seed {seed}"))
+        at = {"seed": seed, "learning rate": config.learning_rate, "updates": config.updates_per_rollout}
+        runs[name].append({**at, **record})
+    return {"settings": {name: getattr(grid[0], name) for name in SETTINGS}, "study": study, "runs": runs}
 
 
 def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Callable[[], object]) -> Record:
-    """Train a policy. Return its held-out rewards, thinned curves over the rollouts, and means by update."""
+    """Train a policy. Return its held-out rewards, and the mean of each metric by update of a rollout.
+
+    A training whose loss or gradient is not finite stops. Its later evaluations count as 0.
+    """
     optimizer = Optimizer(policy, config)
     running = RunningMoments()
     prompts = batches(task.train, config.prompts_per_step, seed)
     held_out = [evaluate(config, policy, task)]
-    rewards = []
-    steps = []
+    steps: list[list[dict[str, float]]] = []
+    evaluated = [step for step in range(1, config.steps + 1) if step % config.eval_every == 0 or step == config.steps]
     for step in range(1, config.steps + 1):
         examples = next(prompts)
         options = {"group_size": config.group_size, "max_new_tokens": config.max_new_tokens, "task": task}
@@ -155,69 +171,22 @@ def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Call
         (parts,) = mini_batches(config, seed, step)
         batch = with_log_probs(config, policy, rollout, parts)
         batch = replace(batch, advantages=advantages_of(config, batch, rewarded, running))
-        steps.append([update(config, policy, optimizer, batch, rows).numbers for rows in parts])
-        rewards.append(statistics.fmean(rewarded.total))
-        if step % config.eval_every == 0 or step == config.steps:
+        try:
+            steps.append([update(config, policy, optimizer, batch, rows).numbers for rows in parts])
+        except NotFiniteError:
+            if not steps:
+                raise  # no update of the training can be reported
+            break
+        if step in evaluated:
             held_out.append(evaluate(config, policy, task))
         tick()
+    held_out += [0.0] * (1 + len(evaluated) - len(held_out))
     names = [name for name in METRICS if name in steps[0][0]]
     by_update = {n: [statistics.fmean(s[u][n] for s in steps) for u in range(len(steps[0]))] for n in names}
-    curves = {n: thinned([pick(n)(u[n] for u in s) for s in steps], pick(n)) for n in names}
-    return {"held-out reward": held_out, "reward": thinned(rewards), **curves, "by update": by_update}
+    return {"held-out reward": held_out, "by update": by_update}
 
 
 def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
     """Mean reward of greedy answers to the held-out prompts."""
     rollout = sample(policy, task.held_out, max_new_tokens=config.max_new_tokens, temperature=None, task=task)
     return statistics.fmean(task.rewards(rollout.texts, task.held_out, rollout.turns).total)
-
-
-def pick(name: str) -> Callable[..., float]:
-    """How to combine values of a metric: the extreme for ratio_min and ratio_max, else the mean."""
-    return {"ratio_min": min, "ratio_max": max}.get(name, statistics.fmean)
-
-
-def thinned(curve: Sequence[float], how: Callable[..., float] = statistics.fmean) -> list[float]:
-    """Divide a curve into at most `POINTS` consecutive parts, and combine each part to one value."""
-    size = math.ceil(len(curve) / POINTS)
-    return [how(curve[at : at + size]) for at in range(0, len(curve), size)]
-
-
-def summary(runs: dict[str, list[Record]]) -> dict[str, Record]:
-    """Summarize each arm: means over the seeds, with 95 % intervals of rewards.
-
-    "mean held-out reward" is the mean over all evaluations of a training. Its differences, seed by seed, are "against
-    first", to the first arm, and "replay", to the arm without replay.
-    """
-    area = {arm: [statistics.fmean(run["held-out reward"]) for run in records] for arm, records in runs.items()}
-    end = {arm: [run["held-out reward"][-1] for run in records] for arm, records in runs.items()}
-    first = next(iter(runs))
-    result = {}
-    for arm, records in runs.items():
-        without = arm.removesuffix(REPLAY)
-        by_update = [record["by update"] for record in records]
-        result[arm] = {
-            "held-out reward at the end": about(end[arm]),
-            "mean held-out reward": about(area[arm]),
-            "against first": gap(area[arm], area[first]),
-            **({"replay": gap(area[arm], area[without])} if without != arm else {}),
-            "by update": {
-                n: [statistics.fmean(x) for x in zip(*(r[n] for r in by_update), strict=True)] for n in by_update[0]
-            },
-            **{n: pick(n)(x for record in records for x in record[n]) for n in by_update[0]},
-        }
-    return result
-
-
-def gap(values: Sequence[float], base: Sequence[float]) -> Record:
-    """Mean of the differences seed by seed, and its 95 % interval."""
-    return about([a - b for a, b in zip(values, base, strict=True)])
-
-
-def about(values: Sequence[float]) -> Record:
-    """The mean and its 95 % interval by Student's t. A single value has no interval: None."""
-    mean = statistics.fmean(values)
-    if len(values) not in STUDENT:
-        return {"mean": mean, "95 %": None}
-    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "95 %": [mean - half, mean + half]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -16,25 +17,32 @@ from . import compare_report
 with needs("gspo compare", "train", "transformers", "tokenizers"):
     from gspo_kernels.integrations.reference_trainer.config import InputError
 
-    from .compare import arms_of, compare, config_of
+    from .compare import STUDIES, arms_of, compare, config_of, grid_of
 
 CLAIMS = {
     "training": "GSPO trains more efficiently than GRPO",
     "mixture": "GSPO trains more efficiently than GRPO",
     "clipping": "GSPO clips far more tokens than GRPO",
     "replay": "GSPO needs no Routing Replay",
+    "rounding": "Rounding changes rewards",
 }
+DEFAULTS = {  # by study: learning rates, updates per rollout
+    "dense": ("5e-4,1.5e-3,5e-3", "4,8"),
+    "moe": ("5e-4,1.5e-3,5e-3", "4,8"),
+    "rounding": ("1.5e-3", "4"),
+}
+Number = TypeVar("Number", int, float)
 FOLDER = Path("runs") / "compare"
 
 
 def run(
-    objectives: str | None,
+    objectives: str,
     study: str,
     task: str,
     seeds: str,
     steps: int,
-    learning_rate: float,
-    updates: int,
+    learning_rates: str | None,
+    updates: str | None,
     output: Path | None,
     console: Console,
 ) -> None:
@@ -43,18 +51,23 @@ def run(
     Raises:
         InputError: an option cannot be used.
     """
-    config = config_of(task, steps, learning_rate, updates)
-    objectives = objectives or ("gspo,gspo-token,grpo" if study == "dense" else "gspo,grpo")
+    if study not in STUDIES:
+        raise InputError(f"--study: expected {', '.join(STUDIES)}, got {study!r}")
+    of_study = DEFAULTS[study]
+    config = config_of(task, steps)
     arms = arms_of(objectives.split(","), study, config)
-    numbers = parse_seeds(seeds)
+    rates = parse("--learning-rates", of_study[0] if learning_rates is None else learning_rates, float, "5e-4,1e-3")
+    numbers = parse("--updates", of_study[1] if updates is None else updates, int, "4,8")
+    grid = grid_of(config, rates, numbers)
+    of_seeds = parse("--seeds", seeds, int, "0,1,2")
     path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads
-    with bench_table.progress(console, len(arms) * len(numbers) * steps) as tick:
-        results = compare(arms, numbers, config, study, tick)
+    with bench_table.progress(console, len(arms) * len(of_seeds) * len(grid) * steps) as tick:
+        results = compare(arms, of_seeds, grid, study, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
-    for claim, verdict in compare_report.verdicts([results]).items():
+    for claim, verdict in compare_report.verdicts(results).items():
         console.print(f"{CLAIMS[claim]}: {verdict}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {path}", soft_wrap=True)
     with needs("the figure", "train", "matplotlib"):
@@ -62,19 +75,27 @@ def run(
     console.print(f"figure:  {path.with_suffix('.png')}", soft_wrap=True)
 
 
-def parse_seeds(text: str) -> list[int]:
-    """Parse "0,1,2" as [0, 1, 2]."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts) or len({*map(int, parts)}) != len(parts):
-        raise InputError(f"--seeds: expected different numbers separated by commas, such as 0,1,2, got {text!r}")
-    return [int(part) for part in parts]
+def parse(option: str, text: str, kind: type[Number], example: str) -> list[Number]:
+    """Parse "0,1,2" as [0, 1, 2]. Numbers must differ.
+
+    Raises:
+        InputError: the text of the option cannot be used.
+    """
+    expected = f"{option}: expected different numbers separated by commas, such as {example}, got {text!r}"
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(expected) from error
+    if len({*numbers}) != len(numbers):
+        raise InputError(expected)
+    return numbers
 
 
 def show(results: compare_report.Results, console: Console) -> None:
     """Print the table."""
     settings = results["settings"]
     header, rows = compare_report.rows(results)
-    seeds = len(next(iter(results["runs"].values())))
+    seeds = len({run["seed"] for records in results["runs"].values() for run in records})
     table = Table(title=f"{settings['task']}, {settings['steps']} rollouts, {seeds} seeds: means and 95 % intervals")
     for name in header:
         table.add_column(name, justify="left" if name == "" else "right")

@@ -1,32 +1,106 @@
-"""The table and the figure of `gspo compare`."""
+"""The definitions, tables, sentences and figures of `gspo compare`. The definitions were written before the runs.
+
+- A *setting* is a learning rate with a number of updates per rollout. All objectives have the same grid of settings.
+- The *score* of a training is its mean held-out reward over all evaluations: the faster it learns, the higher.
+- An objective *at its own best setting*: each seed is judged at the setting with the highest mean score over the other
+  seeds. So no training helps to choose the setting at which it is judged.
+- *Over the grid*: for each seed, the mean score over all settings.
+- A training *collapsed* if its last held-out reward is less than half of its highest.
+- The *time to reward* is the number of rollouts before the first evaluation with a held-out reward of `TARGET` or more.
+- The sentence: an arm *learns faster* than another if the 95 % interval of the differences of their scores, seed by
+  seed (Student's t), excludes 0. Otherwise it is *not decided*. This is said of the best settings and of the grid.
+"""
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any
 
 Results = dict[str, Any]
 Row = tuple[str, ...]
+Cells = dict[str, Callable[[str], str]]  # header -> function that formats the cell of an arm
+TARGET = 0.3
 BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom color-blind readers can tell apart
 COLORS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
 OTHER_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
-SAMPLER, TIS, MIS = " + sampler's log-probs", " + TIS", " + MIS"  # of the study "mismatch"
-SHARES = ("router_changed", "token_clip_fraction", "clip_fraction")  # drawn in percent
-DENSE_PANELS = {
-    "token_clip_fraction": "tokens clipped, %",
-    "clip_fraction": "sequences clipped, %",
-    "ratio": "extreme ratios",
-    "entropy": "entropy, nats per token",
-}
-MOE_PANELS = {
-    "router_changed": "experts changed, %",
-    "token_log_ratio_std": "std of token log-ratios",
-    "token_clip_fraction": "tokens clipped, %",
-    "sequence_log_ratio_std": "std of sequence log-ratios",
-}
+ROUNDED_SAMPLER, SAMPLER, TIS, MIS = (f" + bf16 sampler{how}" for how in ("", ", its log-probs", ", TIS", ", MIS"))
+MODELS = {"dense": "Dense model", "moe": "Mixture of experts"}  # by study
+WINNER = {-1: "GSPO learns faster", 0: "it is not decided", 1: "GRPO learns faster"}  # by the sign of GRPO minus GSPO
+# 97.5 % quantiles of Student's t, by number of seeds
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+def about(values: Sequence[float]) -> Results:
+    """The mean and its 95 % interval by Student's t. A single value has no interval: None."""
+    mean = fmean(values)
+    if len(values) not in STUDENT:
+        return {"mean": mean, "95 %": None}
+    half = STUDENT[len(values)] * stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "95 %": [mean - half, mean + half]}
+
+
+def gap(values: Sequence[float], base: Sequence[float]) -> Results:
+    """Mean of the differences seed by seed, and its 95 % interval."""
+    return about([a - b for a, b in zip(values, base, strict=True)])
+
+
+def sign(record: Results) -> int:
+    """1 or -1 if the 95 % interval lies above or below 0, else 0."""
+    low, high = record["95 %"] or (0.0, 0.0)
+    return int(low > 0) - int(high < 0)
+
+
+def score(run: Results) -> float:
+    return fmean(run["held-out reward"])
+
+
+def scores(runs: Sequence[Results]) -> list[float]:
+    return [score(run) for run in runs]
+
+
+def collapsed(run: Results) -> bool:
+    return run["held-out reward"][-1] < 0.5 * max(run["held-out reward"])
+
+
+def by_setting(runs: Sequence[Results]) -> dict[tuple[float, int], list[Results]]:
+    """Group the trainings of an arm by (learning rate, updates). Each group is in the order of the seeds."""
+    grid: dict[tuple[float, int], list[Results]] = {}
+    for run in runs:
+        grid.setdefault((run["learning rate"], run["updates"]), []).append(run)
+    return grid
+
+
+def at_best(runs: Sequence[Results]) -> list[Results]:
+    """For each seed, the training at the arm's own best setting. A single seed is judged where it is best itself."""
+    grid = list(by_setting(runs).values())
+    seeds = range(len(grid[0]))
+
+    def of_others(group: Sequence[Results], seed: int) -> float:
+        return fmean(score(run) for i, run in enumerate(group) if i != seed or len(group) == 1)
+
+    return [max(grid, key=lambda group: of_others(group, seed))[seed] for seed in seeds]
+
+
+def over_grid(runs: Sequence[Results]) -> list[float]:
+    """For each seed, the mean score over all settings."""
+    return [fmean(values) for values in zip(*map(scores, by_setting(runs).values()), strict=True)]
+
+
+def rollouts_to_target(run: Results, settings: Results) -> float:
+    """The time to reward; infinite if the training never reaches `TARGET`."""
+    reached = [i for i, reward in enumerate(run["held-out reward"]) if reward >= TARGET]
+    return min(reached[0] * settings["eval_every"], settings["steps"]) if reached else math.inf
+
+
+def mean_of(runs: Sequence[Results], metric: str, update: int | None = None) -> float:
+    """Mean of a metric over the trainings, in one update of a rollout or (None) over all updates."""
+    values = [run["by update"][metric] for run in runs]
+    return fmean(fmean(x) if update is None else x[update] for x in values)
 
 
 def label(arm: str) -> str:
@@ -46,187 +120,269 @@ def estimate(record: Results, form: str = ".3f") -> str:
     return f"{record['mean']:{form}}" + (f" ({ends[0]:{form}} to {ends[1]:{form}})" if ends else "")
 
 
+def chosen(runs: Sequence[Results]) -> str:
+    """Name the settings at which an arm is judged, and for how many seeds if they differ."""
+    counts = Counter((run["learning rate"], run["updates"]) for run in at_best(runs)).most_common()
+    times = [f" ({count} seed{'s' * (count > 1)})" if len(counts) > 1 else "" for _, count in counts]
+    return ", ".join(f"{rate:g} x {updates}{seeds}" for ((rate, updates), _), seeds in zip(counts, times, strict=True))
+
+
 def rows(results: Results) -> tuple[Row, list[Row]]:
     """The header and the rows of the table, one row per arm."""
-    columns: dict[str, Callable[[Results], str]] = {
-        "held-out reward at the end": lambda s: estimate(s["held-out reward at the end"]),
-        "mean held-out reward": lambda s: estimate(s["mean held-out reward"]),
-        "mean, against the first": lambda s: estimate(s["against first"], "+.3f"),
-        "tokens clipped": lambda s: percent(s["token_clip_fraction"]),
+    runs = results["runs"]
+    cells = (rounding_cells if results["study"] == "rounding" else grid_cells)(results)
+    return ("", *cells), [(label(arm), *(cell(arm) for cell in cells.values())) for arm in runs]
+
+
+def grid_cells(results: Results) -> Cells:
+    runs = results["runs"]
+    best = {arm: at_best(records) for arm, records in runs.items()}
+    first = next(iter(runs))
+
+    def time(arm: str) -> str:
+        times = [rollouts_to_target(run, results["settings"]) for run in best[arm]]
+        reached = sum(map(math.isfinite, times))
+        middle = median(times)
+        return (f"{middle:g}" if math.isfinite(middle) else "-") + f" ({reached} of {len(times)})"
+
+    def difference(of: Callable[[str], list[float]]) -> Callable[[str], str]:
+        return lambda arm: "-" if arm == first else estimate(gap(of(arm), of(first)), "+.3f")
+
+    cells: Cells = {
+        "own best setting": lambda arm: chosen(runs[arm]),
+        "score at its own best": lambda arm: estimate(about(scores(best[arm]))),
+        f"minus {label(first)}'s": difference(lambda arm: scores(best[arm])),
+        "score over the grid": lambda arm: estimate(about(over_grid(runs[arm]))),
+        f"minus {label(first)}'s over the grid": difference(lambda arm: over_grid(runs[arm])),
+        f"rollouts to {TARGET:g}": time,
+        "collapsed": lambda arm: f"{sum(map(collapsed, runs[arm]))} of {len(runs[arm])}",
+        "tokens clipped": lambda arm: percent(mean_of(best[arm], "token_clip_fraction")),
     }
-    last = results["settings"]["updates_per_rollout"] - 1  # updates before the last one of a rollout
     if results["study"] == "moe":
-        columns |= {
-            f"experts changed after 1 and {last} updates": lambda s: ", ".join(
-                percent(s["by update"]["router_changed"][update]) for update in (1, last)
+        cells |= {
+            "experts changed after 1 update, and in the last": lambda arm: ", ".join(
+                percent(mean_of(best[arm], "router_changed", update)) for update in (1, -1)
             ),
-            "std of token log-ratios": lambda s: f"{s['by update']['token_log_ratio_std'][-1]:.2g}",
-            "of sequence log-ratios": lambda s: f"{s['by update']['sequence_log_ratio_std'][-1]:.2g}",
-        }
-    elif results["study"] == "mismatch":
-        columns |= {
-            "sequences clipped in the first update": lambda s: percent(s["by update"]["clip_fraction"][0]),
-            "in all updates": lambda s: percent(s["clip_fraction"]),
-            "mean weight": lambda s: f"{s['rollout_weight_mean']:.4f}" if "rollout_weight_mean" in s else "-",
-            "tokens outside the bounds": lambda s: (
-                percent(s["rollout_bound_share"]) if "rollout_bound_share" in s else "-"
+            "std of token, sequence log-ratios": lambda arm: ", ".join(
+                f"{mean_of(best[arm], f'{unit}_log_ratio_std', -1):.2g}" for unit in ("token", "sequence")
             ),
         }
-    else:
-        columns |= {
-            "sequences clipped": lambda s: percent(s["clip_fraction"]),
-            "entropy": lambda s: f"{s['entropy']:.2f}",
-            "ratios": lambda s: f"{s['ratio_min']:.2g} to {s['ratio_max']:.2g}",
-        }
-    records = results["summary"].items()
-    return ("", *columns), [(label(arm), *(cell(record) for cell in columns.values())) for arm, record in records]
+    return cells
 
 
-def verdicts(studies: Sequence[Results]) -> dict[str, str]:
-    """Say which claims about GSPO and GRPO (arXiv 2507.18071) hold; {} unless GSPO is the baseline of GRPO.
+def plain(arm: str) -> str:
+    """The name of an arm's objective, which is the name of the arm without any addition."""
+    return arm.partition(" + ")[0]
 
-    `studies` are the results of the same arms with different learning rates and numbers of updates. Keys: "training"
-    (section 5.1) and "clipping" (5.2), for a mixture of experts "mixture" (5.1) and "replay" (5.3).
+
+def changes(results: Results) -> dict[str, Results]:
+    """For each arm with an addition, its score at its own best setting minus the plain arm's."""
+    runs = results["runs"]
+    of = {arm: scores(at_best(records)) for arm, records in runs.items()}
+    return {arm: gap(values, of[plain(arm)]) for arm, values in of.items() if plain(arm) != arm}
+
+
+def rounding_cells(results: Results) -> Cells:
+    best = {arm: at_best(records) for arm, records in results["runs"].items()}
+    changed = changes(results)
+
+    def of_correction(metric: str, form: Callable[[float], str]) -> Callable[[str], str]:
+        return lambda arm: form(mean_of(best[arm], metric)) if metric in best[arm][0]["by update"] else "-"
+
+    return {
+        "score": lambda arm: estimate(about(scores(best[arm]))),
+        "change of the score": lambda arm: estimate(changed[arm], "+.3f") if arm in changed else "-",
+        "sequences clipped in the first update": lambda arm: percent(mean_of(best[arm], "clip_fraction", 0)),
+        "in all updates": lambda arm: percent(mean_of(best[arm], "clip_fraction")),
+        "entropy": lambda arm: f"{mean_of(best[arm], 'entropy'):.2f}",
+        "mean weight": of_correction("rollout_weight_mean", "{:.4f}".format),
+        "tokens outside the bounds": of_correction("rollout_bound_share", percent),
+    }
+
+
+def verdicts(results: Results) -> dict[str, str]:
+    """Say what a study shows about the claims of GSPO's paper (arXiv 2507.18071).
+
+    Keys: "training" (section 5.1) and "clipping" (5.2); for a mixture of experts "mixture" (5.1) and "replay" (5.3).
+    These need GSPO as the baseline of GRPO. For the study of rounding, "rounding" (5.4).
     """
-    arms = studies[0]["summary"]
-    if next(iter(arms)) != "gspo" or "grpo" not in arms:
+    runs = results["runs"]
+    if results["study"] == "rounding":
+        ends = [record["95 %"] or (0.0, 0.0) for record in changes(results).values()]
+        widest = max((high - low) / 2 for low, high in ends)
+        return {"rounding": f"{rounding(results)}. Changes below {widest:.3f} may be missed"}
+    if next(iter(runs)) != "gspo" or "grpo" not in runs:
         return {}
-    if studies[0]["study"] == "moe":
-        return {"mixture": conclusion(studies, training), "replay": conclusion(studies, replay)}
-    return {"training": conclusion(studies, training), "clipping": conclusion(studies, clipping)}
+    if results["study"] == "moe":
+        return {"mixture": training(runs), "replay": replay(results)}
+    return {"training": training(runs), "clipping": clipping(runs)}
 
 
-def conclusion(studies: Sequence[Results], claim: Callable[[Results], tuple[str, str]]) -> str:
-    """Combine what `claim` returns for each study: what it shows, and the figures."""
-    found = [claim(study["summary"]) for study in studies]
-    if len(studies) == 1:
-        return ". ".join(found[0])
-    settings = [study["settings"] for study in studies]
-    names = [f"learning rate {s['learning_rate']:g}, {s['updates_per_rollout']} updates" for s in settings]
-    named = list(zip(names, found, strict=True))
-    shown = {decision for decision, _ in found}
-    if len(shown) == 1:
-        return f"{shown.pop()}, in all settings. " + ". ".join(f"{figures} ({name})" for name, (_, figures) in named)
-    return "depends on the setting. " + ". ".join(
-        f"{name.capitalize()}: {decision}. {figures}" for name, (decision, figures) in named
+def winner(runs: Results) -> str:
+    """Which learns faster, each objective at its own best setting, and over the grid. The two may disagree."""
+    best, grid = (sign(record) for record in lead(runs))
+    if best == grid == 0:
+        return "it is not decided which learns faster, at the best settings or over the grid"
+    if best == grid:
+        return f"{WINNER[best]}, at the best settings and over the grid"
+    return f"at the best settings, {WINNER[best]}; over the grid, {WINNER[grid]}"
+
+
+def lead(runs: Results) -> tuple[Results, Results]:
+    """GRPO's score minus GSPO's at each objective's own best setting, and over the grid."""
+    gspo, grpo = runs["gspo"], runs["grpo"]
+    return gap(scores(at_best(grpo)), scores(at_best(gspo))), gap(over_grid(grpo), over_grid(gspo))
+
+
+def training(runs: Results) -> str:
+    """GSPO trains more efficiently than GRPO."""
+    best, grid = (estimate(record, "+.3f") for record in lead(runs))
+    fell = [f"{sum(map(collapsed, runs[arm]))} of {len(runs[arm])}" for arm in ("gspo", "grpo")]
+    return (
+        f"{winner(runs)}. GRPO's mean held-out reward minus GSPO's is {best} at the best settings and {grid} over the "
+        f"grid. {fell[0]} trainings collapsed with GSPO, {fell[1]} with GRPO{edges(runs)}"
     )
 
 
-def training(arms: Results) -> tuple[str, str]:
-    """GSPO trains more efficiently than GRPO."""
-    difference = arms["grpo"]["against first"]
-    decision = {-1: "seen, GSPO learns faster", 0: "not decided by these seeds", 1: "not seen, GRPO learns faster"}
-    gspo, grpo = (estimate(arms[name]["mean held-out reward"]) for name in ("gspo", "grpo"))
-    figures = f"Mean held-out reward over the training: {gspo} with GSPO, {grpo} with GRPO; "
-    return decision[sign(difference)], figures + f"GRPO minus GSPO {estimate(difference, '+.3f')}"
+def edges(runs: Results) -> str:
+    """Name the objectives whose best learning rate is the lowest or the highest of the grid."""
+    named = ""
+    for arm in ("gspo", "grpo"):
+        grid = by_setting(runs[arm])
+        rates = sorted({rate for rate, _ in grid})
+        best, _ = max(grid, key=lambda at: fmean(scores(grid[at])))
+        if len(rates) > 1 and best in (rates[0], rates[-1]):
+            named += f". {label(arm)}'s best learning rate, {best:g}, is at the edge of the grid"
+    return named
 
 
-def clipping(arms: Results) -> tuple[str, str]:
+def clipping(runs: Results) -> str:
     """GSPO clips far more tokens than GRPO."""
-    gspo, grpo = (arms[name]["token_clip_fraction"] for name in ("gspo", "grpo"))
-    decision = "holds in direction at this size" if gspo > grpo else "not seen at this size"
-    return decision, f"GSPO clips {percent(gspo)} of its tokens, GRPO {percent(grpo)} of its own"
+    metric = "token_clip_fraction"
+    best = {arm: mean_of(at_best(runs[arm]), metric) for arm in ("gspo", "grpo")}
+    grid = {arm: [mean_of(group, metric) for group in by_setting(runs[arm]).values()] for arm in best}
+    everywhere = min(grid["gspo"]) > max(grid["grpo"])
+    holds = "holds in direction at this size, in all settings" if everywhere else "does not hold in all settings"
+    shares = [f"{percent(best[arm])} ({percent(min(x))} to {percent(max(x))} over the grid)" for arm, x in grid.items()]
+    return f"{holds}. GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own"
 
 
-def replay(arms: Results) -> tuple[str, str]:
+def replay(results: Results) -> str:
     """GSPO needs no Routing Replay."""
-    gspo, grpo = (arms[name + REPLAY]["replay"] for name in ("gspo", "grpo"))
-    decision = "does not hold at this size" if sign(gspo) > 0 else "holds at this size"
-    if sign(grpo) <= 0:
-        decision += "; GRPO does not need it either"
-    changes = [estimate(record, "+.3f") for record in (gspo, grpo)]
-    return decision, f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
+    gspo, grpo = (changes(results)[name + REPLAY] for name in ("gspo", "grpo"))
+    effect = {-1: "slows down", 0: "has no decided effect on", 1: "speeds up"}
+    figures = [estimate(record, "+.3f") for record in (gspo, grpo)]
+    both = (
+        f"GSPO, and {effect[sign(grpo)]} GRPO"
+        if sign(gspo) != sign(grpo)
+        else "GSPO or GRPO"
+        if not sign(gspo)
+        else "GSPO and GRPO"
+    )
+    return (
+        f"Replay {effect[sign(gspo)]} {both}. It changes the mean held-out reward of "
+        f"GSPO by {figures[0]} and of GRPO by {figures[1]}"
+    )
 
 
-def sign(record: Results) -> int:
-    """1 or -1 if the 95 % interval lies above or below 0, else 0."""
-    low, high = record["95 %"] or (0.0, 0.0)
-    return int(low > 0) - int(high < 0)
+def rounding(results: Results) -> str:
+    """Rounding changes rewards."""
+    different = [label(arm) for arm, record in changes(results).items() if sign(record)]
+    if not different:
+        return "No rounding has a decided effect on the mean held-out reward"
+    return f"The mean held-out reward differs from fp32's with {', '.join(different)}"
+
+
+def title(results: Results) -> str:
+    """What a figure shows, in a sentence: who learns faster, or what rounding changes."""
+    if results["study"] == "rounding":
+        return rounding(results)
+    model = MODELS[results["study"]]
+    return f"{model}: {winner(results['runs'])}" if verdicts(results) else model
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw held-out reward against rollouts, and four small panels. Bands reach from the lowest to the highest seed."""
+    """Draw scores over the grid and held-out rewards at each arm's best setting; for rounding, changes of the score."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     style: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False}
     with rc_context(style):
-        figure = Figure(figsize=(9.0, 4.4), layout="constrained")  # inches
-        small = MOE_PANELS if results["study"] == "moe" else DENSE_PANELS
-        a, b, c, d = small
-        axes = figure.subplot_mosaic([["reward", "reward", a, b], ["reward", "reward", c, d]])
-        for panel in axes.values():
-            panel.grid(lw=0.5, alpha=0.25)
-            panel.spines[["top", "right"]].set_visible(False)
-        draw_reward(axes["reward"], results)
-        for name, title in small.items():
-            (draw_by_update if results["study"] == "moe" else draw_curves)(axes[name], results, name)
-            axes[name].set_title(title)
-            scale(axes[name], name)
+        figure = Figure(figsize=(9.0, 3.9), layout="constrained")  # inches
+        if results["study"] == "rounding":
+            draw_changes(figure.subplots(), results)
+        else:
+            names = list(results["runs"])
+            columns = 2 if len(names) > 1 else 1
+            lines = [names[i : i + columns] for i in range(0, len(names), columns)]
+            lines[-1] += ["."] * (columns - len(lines[-1]))
+            axes = figure.subplot_mosaic([[*line, "curves", "curves"] for line in lines])
+            draw_grids(axes, results)
+            draw_curves(axes["curves"], results)
+            figure.supylabel("mean held-out reward, by learning rate and updates", fontsize=9)
+        figure.suptitle(title(results), fontsize=11, weight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
 
 
-def scale(axes: Any, name: str) -> None:
-    """Set the scale of the y axis: logarithmic for tokens clipped and for ratios, else linear from 0."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    unit = 100 if name in SHARES else 1
-    if name in ("token_clip_fraction", "ratio"):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-        axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_ylim(0, None)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{unit * value:g}"))
+def draw_grids(axes: Any, results: Results) -> None:
+    """Draw a heat map of mean scores for each arm: learning rates by updates. Cells name their collapses."""
+    grids = {arm: by_setting(records) for arm, records in results["runs"].items()}
+    means = {arm: {at: fmean(scores(group)) for at, group in grid.items()} for arm, grid in grids.items()}
+    every = [value for grid in means.values() for value in grid.values()]
+    for arm, grid in grids.items():
+        panel = axes[arm]
+        rates, updates = [*dict.fromkeys(rate for rate, _ in grid)], [*dict.fromkeys(number for _, number in grid)]
+        values = [[means[arm][rate, number] for number in updates] for rate in rates]
+        panel.imshow(values, cmap="cividis", vmin=min(every), vmax=max(every), aspect="auto", origin="lower")
+        best = max(means[arm], key=means[arm].__getitem__)
+        for y, rate in enumerate(rates):
+            for x, number in enumerate(updates):
+                mean, fell = means[arm][rate, number], sum(map(collapsed, grid[rate, number]))
+                text = f"{mean:.3f}" + (f"\n{fell} collapsed" if fell else "")
+                color = "black" if mean > fmean([min(every), max(every)]) else "white"
+                weight = "bold" if (rate, number) == best else "normal"
+                panel.text(x, y, text, color=color, weight=weight, ha="center", va="center")
+        panel.set_xticks(range(len(updates)), [f"{number} updates" for number in updates])
+        panel.set_yticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+        panel.tick_params(length=0)
+        panel.set_title(label(arm))
 
 
 def looks(results: Results) -> dict[str, dict[str, Any]]:
     """Color and line style by arm. All arms of an objective share a color."""
-    objective = {arm: arm.partition(" + ")[0] for arm in results["runs"]}
-    others = itertools.cycle(OTHER_COLORS)
-    colors = {name: COLORS.get(name) or next(others) for name in dict.fromkeys(objective.values())}
-    styles = {REPLAY: "--", SAMPLER: "--", TIS: "-.", MIS: ":"}
-    plain = {name: "--" if name.endswith("-token") else "-" for name in colors}
-    return {
-        arm: {"color": colors[name], "ls": styles.get(arm.removeprefix(name), plain[name])}
-        for arm, name in objective.items()
-    }
+    objectives = dict.fromkeys(map(plain, results["runs"]))
+    others = iter(OTHER_COLORS * len(objectives))
+    colors = {name: COLORS.get(name) or next(others) for name in objectives}
+    return {arm: {"color": colors[plain(arm)], "ls": "-" if arm in objectives else "--"} for arm in results["runs"]}
 
 
-def band(axes: Any, x: Sequence[float], curves: Sequence[Sequence[float]], look: dict[str, Any], **line: Any) -> None:
-    """Draw the mean of the curves, and a band from the lowest to the highest."""
-    points = list(zip(*curves, strict=True))
-    axes.plot(x, [sum(p) / len(p) for p in points], lw=1.6, **look, **line)
-    axes.fill_between(x, [min(p) for p in points], [max(p) for p in points], color=look["color"], alpha=0.13, lw=0)
-
-
-def draw_reward(axes: Any, results: Results) -> None:
+def draw_curves(axes: Any, results: Results) -> None:
+    """Draw held-out reward against rollouts, each arm at its own best setting: the mean over the seeds."""
     settings = results["settings"]
     at = [*range(0, settings["steps"], settings["eval_every"]), settings["steps"]]
     for arm, look in looks(results).items():
-        band(axes, at, [run["held-out reward"] for run in results["runs"][arm]], look, label=label(arm))
-    seeds = len(next(iter(results["runs"].values())))
-    model = f"{'mixture of experts' if results['study'] == 'moe' else 'dense model'}, {settings['task']}, {seeds} seeds"
-    axes.set(title=f"held-out reward ({model})", xlabel="rollouts", ylim=(0, 1))
+        best = [run["held-out reward"] for run in at_best(results["runs"][arm])]
+        axes.plot(at, [fmean(values) for values in zip(*best, strict=True)], lw=1.6, label=label(arm), **look)
+    axes.axhline(TARGET, color="#999999", lw=0.8, ls=":")
+    axes.grid(lw=0.5, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(title="held-out reward, each at its own best setting", xlabel="rollouts")
+    axes.set_ylim(0, None)
     axes.legend(loc="lower right")
 
 
-def draw_curves(axes: Any, results: Results, name: str) -> None:
-    """Draw a metric against rollouts; for "ratio" the smallest and the largest one."""
-    for arm, look in looks(results).items():
-        for key in ("ratio_min", "ratio_max") if name == "ratio" else (name,):
-            curves = [run[key] for run in results["runs"][arm]]
-            x = [results["settings"]["steps"] * (i + 0.5) / len(curves[0]) for i in range(len(curves[0]))]
-            band(axes, x, curves, look)
-    axes.set_xlabel("rollouts")
-
-
-def draw_by_update(axes: Any, results: Results, name: str) -> None:
-    """Draw a metric against the number of earlier updates on the same rollout, from 1."""
-    for arm, look in looks(results).items():
-        curves = [run["by update"][name][1:] for run in results["runs"][arm]]
-        x = list(range(1, len(curves[0]) + 1))
-        band(axes, x, curves, look, marker="o", ms=3)
-        axes.set_xticks(x)
-    axes.set_xlabel("earlier updates on the rollout")
+def draw_changes(axes: Any, results: Results) -> None:
+    """Draw the change of the score by each rounding, with its 95 % interval."""
+    changed = changes(results)
+    color = {arm: look["color"] for arm, look in looks(results).items()}
+    for y, (arm, record) in enumerate(changed.items()):
+        low, high = record["95 %"] or (record["mean"], record["mean"])
+        axes.plot([low, high], [y, y], color=color[arm], lw=2)
+        axes.plot(record["mean"], y, "o", color=color[arm], ms=5)
+    axes.axvline(0, color="black", lw=0.8)
+    axes.set_yticks(range(len(changed)), map(label, changed))
+    axes.invert_yaxis()
+    axes.grid(lw=0.5, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title("change of the mean held-out reward against fp32, with 95% intervals over the seeds")

@@ -24,6 +24,7 @@ from gspo_kernels.integrations.tasks import Example
 from gspo_kernels.tools.cli import app
 
 CONFIG = replace(compare.config_of("sorting", 2), prompts_per_step=8, group_size=4, eval_prompts=8, eval_every=1)
+SETTINGS = {"steps": 10, "eval_every": 5, "task": "sorting"}
 MIXTRAL: dict[str, Any] = dict(vocab_size=15, hidden_size=16, intermediate_size=16, num_local_experts=4)
 MIXTRAL |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, router_aux_loss_coef=0.0)
 
@@ -84,23 +85,24 @@ def test_the_share_of_changed_experts_ignores_order_and_padding() -> None:
         assert (sums["changed"], sums["chosen"]) == (changed, 2 * sum(mask[0]))
 
 
+def trained(names: list[str], study: str, seed: int, **options: Any) -> dict[str, Any]:
+    """Results of a study with one seed and one setting."""
+    return compare.compare(compare.arms_of(names, study, CONFIG), [seed], [replace(CONFIG, **options)], study, str)
+
+
 def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
-    results = compare.compare(
-        compare.arms_of(["gspo", "gspo-token", "grpo"], "dense", CONFIG), [3], CONFIG, "dense", str
-    )
-    (gspo,), (token,), (grpo,) = results["runs"].values()
-    assert gspo["reward"][0] == token["reward"][0] == grpo["reward"][0]  # the same first rollout
-    assert gspo["held-out reward"] == token["held-out reward"] and gspo["reward"] == token["reward"]
-    assert gspo["held-out reward"][0] == grpo["held-out reward"][0]
+    (gspo,), (token,), (grpo,) = trained(["gspo", "gspo-token", "grpo"], "dense", 3)["runs"].values()
+    assert gspo["held-out reward"] == token["held-out reward"]
+    assert gspo["held-out reward"][0] == grpo["held-out reward"][0] and len(grpo["held-out reward"]) == 3
     for run in (gspo, token, grpo):
         first = {name: values[0] for name, values in run["by update"].items() if name != "entropy"}
-        assert first == dict.fromkeys(first, 0.0) | {"ratio_min": 1.0, "ratio_max": 1.0}
+        assert set(first.values()) == {0.0}
         assert run["by update"]["token_log_ratio_std"][-1] > run["by update"]["sequence_log_ratio_std"][-1] > 0
     assert max(gspo["by update"]["token_clip_fraction"]) > 2 * max(grpo["by update"]["token_clip_fraction"])
 
 
 def test_a_mixture_is_trained_with_and_without_replay() -> None:
-    results = compare.compare(compare.arms_of(["gspo"], "moe", CONFIG), [0], CONFIG, "moe", str)
+    results = trained(["gspo"], "moe", 0)
     assert list(results["runs"]) == ["gspo", "gspo + replay"]
     plain, replay = (runs[0]["by update"] for runs in results["runs"].values())
     assert plain["router_changed"][0] == 0 < plain["router_changed"][-1] < 1
@@ -109,59 +111,112 @@ def test_a_mixture_is_trained_with_and_without_replay() -> None:
     assert [row[0] for row in rows] == ["GSPO", "GSPO + replay"] and len(header) == len(rows[0])
 
 
-def test_a_sampler_in_bf16_is_compared_with_its_corrections() -> None:
+def test_bodies_and_samplers_in_half_precision_are_compared_with_fp32() -> None:
     """Old log-probs from the sampler clip in the first update, recomputed ones do not. GRPO's window is wider."""
-    results = compare.compare(
-        compare.arms_of(["gspo", "grpo"], "mismatch", CONFIG), [0], replace(CONFIG, learning_rate=5e-3), "mismatch", str
-    )
+    results = trained(["gspo", "grpo"], "rounding", 0, learning_rate=5e-3)
     _, rows = compare_report.rows(results)
-    assert [row[0] for row in rows[:4]] == ["GSPO", "GSPO + sampler's log-probs", "GSPO + TIS", "GSPO + MIS"]
+    shown = ["GSPO", *(f"GSPO + {body}" for body in compare.BODIES), "GSPO + bf16 sampler"]
+    assert [row[0] for row in rows[:6]] == shown
     by_update = {arm: runs[0]["by update"] for arm, runs in results["runs"].items()}
     first = {arm: x["clip_fraction"][0] for arm, x in by_update.items()}
-    assert first.pop("gspo + sampler's log-probs") > 0.05 and set(first.values()) == {0}
+    assert first.pop("gspo" + compare_report.SAMPLER) > 0.05 and set(first.values()) == {0}
     for arm, x in by_update.items():
         assert ("rollout_weight_mean" in x) == arm.endswith(("TIS", "MIS"))
-    assert by_update["gspo + TIS"]["rollout_weight_mean"][0] != 1
+    assert by_update["gspo" + compare_report.TIS]["rollout_weight_mean"][0] != 1
+    assert len({str(by_update[f"gspo + {body}"]["entropy"]) for body in compare.BODIES}) == len(compare.BODIES)
 
 
-def test_the_summary_compares_seed_by_seed() -> None:
-    by_update = {"token_clip_fraction": [0.0, 0.5], "ratio_min": [1.0, 0.9]}
+def test_a_training_that_is_not_finite_stops_and_its_later_evaluations_count_as_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = iter(range(100))
 
-    def runs(*rewards: float) -> list[dict]:
-        shared = {"by update": by_update, "token_clip_fraction": [0.2, 0.3], "ratio_min": [0.9, 0.8]}
-        return [{"held-out reward": [0.0, reward], **shared} for reward in rewards]
+    def diverge(*arguments: Any) -> Any:
+        if next(calls) == CONFIG.updates_per_rollout:  # the first update of the second rollout
+            arguments[1].head.weight.data.fill_(torch.nan)
+        return update(*arguments)
 
-    summary = compare.summary({"a": runs(0.5, 0.7, 0.6), "b": runs(0.6, 0.8, 0.8)})
-    assert summary["a"]["against first"] == {"mean": 0.0, "95 %": [0.0, 0.0]}
-    gap = summary["b"]["against first"]  # differences 0.05, 0.05, 0.1
-    assert gap["mean"] == pytest.approx(0.2 / 3)
+    update = compare.update
+    monkeypatch.setattr(compare, "update", diverge)
+    ((run,),) = trained(["gspo"], "dense", 0)["runs"].values()
+    assert run["held-out reward"][1] > 0 == run["held-out reward"][2] and compare_report.collapsed(run)
+
+
+def runs_of(*grid: tuple[float, list[float]]) -> list[dict[str, Any]]:
+    """Trainings with a score by setting and seed: the learning rate, and a score for each seed."""
+    shared = {"updates": 4, "by update": {"token_clip_fraction": [0.0, 0.5]}}
+    return [
+        {"seed": seed, "learning rate": rate, "held-out reward": [0.0, score, 2 * score], **shared}
+        for rate, scores in grid
+        for seed, score in enumerate(scores)
+    ]
+
+
+def test_each_seed_is_judged_at_the_setting_that_is_best_for_the_other_seeds() -> None:
+    runs = runs_of((1.0, [0.3, 0.3, 0.3]), (2.0, [0.9, 0.1, 0.2]))
+    assert compare_report.scores(compare_report.at_best(runs)) == pytest.approx([0.3, 0.1, 0.2])
+    assert compare_report.over_grid(runs) == pytest.approx([0.6, 0.2, 0.25])
+    assert compare_report.chosen(runs) == "2 x 4 (2 seeds), 1 x 4 (1 seed)"
+    assert [run["seed"] for run in compare_report.at_best(runs_of((1.0, [0.1]), (2.0, [0.2])))] == [0]
+    assert compare_report.at_best(runs_of((1.0, [0.1]), (2.0, [0.2])))[0]["learning rate"] == 2.0
+
+
+def test_collapse_and_time_to_reward() -> None:
+    fell, kept = ({"held-out reward": [0.1, 0.6, end]} for end in (0.29, 0.3))
+    assert compare_report.collapsed(fell) and not compare_report.collapsed(kept)
+    assert compare_report.rollouts_to_target(kept, SETTINGS) == 5
+    assert compare_report.rollouts_to_target({"held-out reward": [0.1, 0.29]}, SETTINGS) == float("inf")
+
+
+def test_the_sentence_follows_from_the_intervals() -> None:
+    gspo, near = [0.30, 0.31, 0.32], [0.305, 0.3, 0.33]
+    slow, fast = ([score + by for score in gspo] for by in (-0.1, 0.1))
+    for best, other, expected in (
+        (slow, slow, "GSPO learns faster, at the best settings and over the grid"),
+        (near, near, "it is not decided which learns faster, at the best settings or over the grid"),
+        (fast, [0.0] * 3, "at the best settings, GRPO learns faster; over the grid, GSPO learns faster"),
+    ):
+        runs = {"gspo": runs_of((1.0, gspo), (2.0, gspo)), "grpo": runs_of((1.0, best), (2.0, other))}
+        results = {"study": "dense", "settings": SETTINGS, "runs": runs}
+        assert compare_report.verdicts(results)["training"].startswith(expected + ". ")
+        assert compare_report.title(results) == f"Dense model: {expected}"
+    assert compare_report.verdicts({**results, "runs": {"grpo": runs["grpo"], "gspo": runs["gspo"]}}) == {}
+    runs = {"gspo": runs_of((1.0, gspo)), "grpo": runs_of((1.0, gspo))}
+    runs |= {"gspo + replay": runs_of((1.0, slow)), "grpo + replay": runs_of((1.0, near))}
+    expected = "Replay slows down GSPO, and has no decided effect on GRPO. "
+    assert compare_report.verdicts({**results, "study": "moe", "runs": runs})["replay"].startswith(expected)
+    expected = "The mean held-out reward differs from fp32's with GSPO + replay. Changes below "
+    assert compare_report.verdicts({**results, "study": "rounding", "runs": runs})["rounding"].startswith(expected)
+    gap = compare_report.gap([0.3, 0.4, 0.4], [0.25, 0.35, 0.3])
     assert gap["95 %"] == pytest.approx([0.2 / 3 - 4.303 * 0.05 / 3, 0.2 / 3 + 4.303 * 0.05 / 3])
-    assert summary["b"]["mean held-out reward"]["mean"] == pytest.approx(1.1 / 3)
-    assert summary["a"]["token_clip_fraction"] == 0.25 and summary["a"]["ratio_min"] == 0.8
-    assert compare.about([0.5]) == {"mean": 0.5, "95 %": None}
+    assert compare_report.about([0.5]) == {"mean": 0.5, "95 %": None}
 
 
 def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "compare-cpu.json"
     arguments = ["compare", "--objectives", "gspo,grpo", "--seeds", "0", "--steps", "1", "--output", str(path)]
-    arguments += ["--learning-rate", "3e-3", "--updates", "8"]
+    arguments += ["--learning-rates", "1e-3,3e-3", "--updates", "2,8"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "GRPO" in result.output and str(path) in result.output
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     saved = json.loads(path.read_text())
-    assert saved["suite"] == "compare" and len(saved["results"]["runs"]["grpo"]) == 1
-    assert saved["results"]["settings"]["learning_rate"] == 3e-3
-    assert len(saved["results"]["runs"]["grpo"][0]["by update"]["clip_fraction"]) == 8
+    runs = saved["results"]["runs"]["grpo"]
+    assert saved["suite"] == "compare"
+    assert [(r["learning rate"], r["updates"]) for r in runs] == [(1e-3, 2), (1e-3, 8), (3e-3, 2), (3e-3, 8)]
+    assert [len(run["by update"]["clip_fraction"]) for run in runs] == [2, 8, 2, 8]
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         (["--objectives", "gspo,gsop"], "--objectives: "),
+        (["--study", "mix"], "--study: expected dense, moe, rounding, got 'mix'"),
         (["--seeds", "1,1"], "got '1,1'"),
-        (["--updates", "3"], "updates_per_rollout: expected a divisor of the 256 answers of a rollout"),
+        (["--learning-rates", "fast"], "--learning-rates: expected different numbers separated by commas"),
+        (["--learning-rates", "0"], "--learning-rates, --updates: learning_rate: expected a number above 0"),
+        (["--updates", "3"], "updates_per_rollout: expected a divisor of the 128 answers of a rollout"),
     ],
 )
 def test_bad_options_of_compare_print_one_line(option: list[str], message: str, tmp_path: Path) -> None:

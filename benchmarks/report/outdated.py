@@ -33,13 +33,11 @@ TRAINING = (
 MOVED_BY = {
     "budgets": (*LOSS, "benchmarks/studies/budgets.py", "benchmarks/studies/policy.py"),
     "compare": TRAINING,
-    "compare_fast": TRAINING,
     "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
-    "mismatch": (*TRAINING, "gspo_kernels/sampler_mismatch.py"),
     "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
-    "moe_fast": (*TRAINING, "integrations/reference_trainer/routing.py"),
     "policy": (*LOSS, "benchmarks/studies/policy.py"),
     "precision": (*LOSS, "benchmarks/studies/precision.py"),
+    "rounding": (*TRAINING, "gspo_kernels/sampler_mismatch.py"),
     "skip": (
         *LOSS,
         "integrations/trl/trainer.py",

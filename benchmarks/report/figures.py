@@ -183,7 +183,7 @@ def draw_readme(trainer: Results, precision: Results, path: Path) -> None:
     share = peaks[OURS] / peaks["TRL fused head"]
     full, ours = wrong[NAIVE], wrong[OURS]
     figure.suptitle(
-        f"In bf16, full logits get {full:.0f}% of GSPO's clip decisions wrong, gspo_kernels {ours:.0f}%,\n"
+        f"In bf16, full logits get {full:.2g}% of GSPO's clip decisions wrong, gspo_kernels {ours:.2g}%,\n"
         f"with {share:.0%} of the memory of TRL 1.16. The body of the model causes the rest.",
         fontsize=13,
         weight="bold",

@@ -1,8 +1,8 @@
 """Compute losses and log-probs at the head of a Hugging Face causal language model. Start with `fuse_head`."""
 
-from .clip_noise import ClipNoise, LogProbsByPrecision, clip_noise, log_probs_by_precision
 from .fused_head import FusedHead, HeadOutput, base_model, fuse_head, is_fused, logit_options
 from .head_options import HeadError
+from .rounding import ClipNoise, LogProbsByPrecision, clip_noise, log_probs_by_precision
 
 __all__ = [
     "ClipNoise",

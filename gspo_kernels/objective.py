@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 RATIOS = ("sequence", "sequence-token", "token")
 SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl")
 DIVERGENCES = ("dppo_tv", "dppo_kl")  # surrogates that clip by a divergence of the sampled token, not by its ratio
-CLIPPING = ("clip", "gmpo", *DIVERGENCES)  # surrogates whose gradient is 0 outside the window
+CLIPPING = ("clip", *DIVERGENCES)  # surrogates that clip whole ratios, with gradient 0 outside the window
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")
 # A clip window at least this wide is meant for token ratios. A sequence ratio is the exponential of a mean over L

@@ -175,5 +175,5 @@ def main() -> int:
 
 def print_outdated() -> None:
     """Print the results that are older than the code that they measure."""
-    for line in outdated.outdated(ROOT):
-        print(f"outdated: {line}")
+    lines = outdated.outdated(ROOT)
+    print("\n  ".join(["Measured with older code, which is not an error:", *lines] if lines else []))

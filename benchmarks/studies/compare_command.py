@@ -60,6 +60,12 @@ def run(
     numbers = parse("--updates", of_study[1] if updates is None else updates, int, "4,8")
     grid = grid_of(config, rates, numbers)
     of_seeds = parse("--seeds", seeds, int, "0,1,2")
+    if not 1 <= len(of_seeds) <= max(compare_report.STUDENT) or not all(0 <= seed < 2**32 for seed in of_seeds):
+        raise InputError(
+            f"--seeds: expected at most {max(compare_report.STUDENT)} numbers from 0 to 2**32 - 1, got {seeds!r}"
+        )
+    if study == "moe" and 1 in numbers:
+        raise InputError("--updates: expected at least 2 with --study moe, which compares updates of a rollout, got 1")
     path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads

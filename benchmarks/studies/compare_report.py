@@ -210,7 +210,8 @@ def verdicts(results: Results) -> dict[str, str]:
     if results["study"] == "rounding":
         ends = [record["95 %"] or (0.0, 0.0) for record in changes(results).values()]
         widest = max((high - low) / 2 for low, high in ends)
-        return {"rounding": f"{rounding(results)}. Changes below {widest:.3f} may be missed"}
+        missed = f". Changes below {widest:.3f} may be missed" if widest else ""
+        return {"rounding": rounding(results) + missed}
     if next(iter(runs)) != "gspo" or "grpo" not in runs:
         return {}
     if results["study"] == "moe":

@@ -74,7 +74,8 @@ def log_probs_by_precision(
 
     Call this in the same autocast as your training step. Weights in bf16 or fp16 are cast to fp32 while they are used:
     those of one decoder layer at a time, and those outside the layers. Flash attention, which has no fp32, is replaced
-    by PyTorch's `scaled_dot_product_attention`. Dropout must be off (`model.eval()`), as for old log-probs.
+    by PyTorch's `scaled_dot_product_attention` or, for a model that it does not support, by eager attention. Dropout
+    must be off (`model.eval()`), as for old log-probs.
 
     Args:
         model: a causal language model of transformers, plain or wrapped by PEFT or DistributedDataParallel. If it is
@@ -85,12 +86,15 @@ def log_probs_by_precision(
         inputs: more arguments of the model's forward, such as position_ids.
 
     Raises:
-        TypeError, ValueError: the model is sharded (FSDP, ZeRO-3, tensor parallelism) or quantized; `input_ids` is not
+        TypeError, ValueError: the model is sharded (FSDP, ZeRO-3, tensor parallelism) or quantized; an argument is not
             [B, T]; or `fuse_head` refuses the model.
     """
     check = Checks("log_probs_by_precision")
-    if input_ids.ndim != 2 or input_ids.shape[1] < 2:
-        check.fail("input_ids", "token ids [B, T] with T >= 2", Unquoted(f"shape {list(input_ids.shape)}"))
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.shape[1] < 2:
+        check.fail("input_ids", "a tensor of token ids [B, T] with T >= 2", input_ids)
+    for name, mask in (("attention_mask", attention_mask), ("answer_mask", answer_mask)):
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
+            check.fail(name, f"a tensor {list(input_ids.shape)} like input_ids, or None", mask)
     base = base_model(model)
     if any(isinstance(x, FullyShardedDataParallel) for x in model.modules()):
         check.fail("model", "a model with whole weights", Unquoted("one that FullyShardedDataParallel shards"))
@@ -139,6 +143,8 @@ def _body_in_fp32(model: Any) -> Iterator[None]:
     outside = [x for x in model.modules() if x not in inside and x not in head]
     configs = {id(x.config): x.config for x in model.modules() if "flash" in _attention_of(x)}.values()
     implementations = [(config, config._attn_implementation) for config in configs]
+    # Soft-caps and sinks of attention exist in flash and in eager attention only.
+    replacement = "sdpa" if all(_takes_sdpa(x) for x in model.modules() if hasattr(x, "config")) else "eager"
     with contextlib.ExitStack() as stack:
         for layer in layers:
             _enter_while_called(layer, lambda layer=layer: _weights_in_fp32(*layer.modules()), stack)
@@ -149,8 +155,13 @@ def _body_in_fp32(model: Any) -> Iterator[None]:
         stack.enter_context(_weights_in_fp32(*outside))
         for config, implementation in implementations:
             stack.callback(setattr, config, "_attn_implementation", implementation)
-            config._attn_implementation = "sdpa"
+            config._attn_implementation = replacement
         yield
+
+
+def _takes_sdpa(module: Any) -> bool:
+    capped = getattr(module.config, "attn_logit_softcapping", None) is not None
+    return getattr(module, "_supports_sdpa", True) and not capped
 
 
 def _attention_of(module: Any) -> str:
@@ -210,7 +221,8 @@ def clip_noise(
         objective: of the loss; its KL and entropy terms are left out. None: `Objective()`.
 
     Raises:
-        ValueError: outside its window, the surrogate of the objective still has a gradient, so it decides nothing.
+        ValueError: the surrogate of the objective has a gradient outside its window, or clips single tokens of a
+            sequence ratio (gmpo).
         TypeError, ValueError: `policy_loss` refuses an argument.
     """
     objective = replace(objective or Objective(), kl_coef=0.0, entropy_coef=0.0, rollout_correction=None)
@@ -218,20 +230,21 @@ def clip_noise(
     if objective.surrogate not in CLIPPING:
         Checks("clip_noise").fail("objective", expected, Unquoted(f"surrogate={objective.surrogate!r}"))
     of_answers = objective.ratio == "sequence"
+
+    def decided(kind: str) -> tuple[Tensor, Tensor]:
+        """Whether each answer or token gets a gradient, and its log-ratio."""
+        with torch.inference_mode(False), torch.enable_grad():
+            log_probs = getattr(after, kind).detach().clone().requires_grad_()
+            old = getattr(before, kind).clone()
+            out = policy_loss(log_probs, advantages, mask=mask, old_log_probs=old, objective=objective)
+            gradient = torch.autograd.grad(out.loss, log_probs)[0] != 0
+        return gradient.any(1) if of_answers else gradient, out.log_ratio
+
+    every = [decided(kind) for kind in LogProbsByPrecision._fields]
     has_advantage = (advantages != 0) if advantages.shape == mask.shape else (advantages != 0).view(-1, 1)
     live = has_advantage & (mask != 0)  # [B, T]
     live = live.any(1) if of_answers else live
-
-    def decided(kind: str) -> tuple[Tensor, Tensor]:
-        """Whether a live answer or token gets a gradient, and its log-ratio."""
-        log_probs = getattr(after, kind).detach().requires_grad_()
-        old = getattr(before, kind)
-        with torch.enable_grad():
-            out = policy_loss(log_probs, advantages, mask=mask, old_log_probs=old, objective=objective)
-        gradient = torch.autograd.grad(out.loss, log_probs)[0] != 0
-        return (gradient.any(1) if of_answers else gradient)[live], out.log_ratio[live]
-
-    (used, log_ratio), (head_only, _), (exact, true_ratio) = map(decided, LogProbsByPrecision._fields)
+    (used, log_ratio), (head_only, _), (exact, true_ratio) = [(x[live], u[live]) for x, u in every]
     pairs = ((used, exact), (head_only, exact), (used, head_only))
     changed, by_body, by_head = (int((a != b).sum()) for a, b in pairs)
     error = (log_ratio.double() - true_ratio.double()).square().mean().sqrt().item()

@@ -176,7 +176,8 @@ class TrainConfig:
             "parallel=fsdp2": self.parallel == "fsdp2",
             "quantization": self.quantization != "",
             "routing_replay": self.routing_replay,
-            f"surrogate={self.objective.surrogate}, which clips no gradient": self.objective.surrogate not in CLIPPING,
+            f"surrogate={self.objective.surrogate}, which does not clip whole ratios": self.objective.surrogate
+            not in CLIPPING,
             "one update per rollout, where the ratio is always 1": self.updates_per_rollout * self.epochs == 1,
         }.items():
             require("clip_noise_every", not (self.clip_noise_every and conflict), f"0 with {name}")

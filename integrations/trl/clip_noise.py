@@ -30,7 +30,7 @@ class ClipNoiseCallback(TrainerCallback):
 
     Args:
         trainer: a GRPOTrainer with a text model, whose weights are neither sharded nor quantized.
-        every: optimizer steps between measurements.
+        every: optimizer steps between measured rollouts; a rollout is measured at most once.
         answers: number of answers to measure, per process.
 
     Raises:
@@ -64,10 +64,10 @@ class ClipNoiseCallback(TrainerCallback):
         if trainer._buffered_inputs is not self._rollout:
             self._rollout = trainer._buffered_inputs
             is_due = state.global_step >= self._next_step
+            self._next_step = state.global_step + self.every if is_due else self._next_step
             self._batch = self._answers(self._rollout[-1]) if is_due else {}
             self._before = self._log_probs() if is_due else None
         elif self._before is not None and -trainer._step % self._generate_every < args.gradient_accumulation_steps:
-            self._next_step = state.global_step + self.every
             self._log(self._before, self._log_probs())
             self._before = None
 

@@ -301,8 +301,8 @@ class EqualRewards:
         if largest and not self._is_announced and trainer.accelerator.is_main_process:
             self._is_announced = True
             print(
-                "gspo_kernels: groups with equal rewards get the advantage 0. Rounding had made it up to "
-                f"{largest:.1e}, which GSPOConfig(zero_equal_rewards=False) keeps",
+                "gspo_kernels: groups with equal rewards had advantages from rounding, up to "
+                f"{largest:.1e}. They are set to 0, unless GSPOConfig(zero_equal_rewards=False) keeps them",
                 flush=True,
             )
         return output

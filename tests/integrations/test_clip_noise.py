@@ -113,8 +113,11 @@ def test_the_block_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "0 of 28 decisions differ, 0 because of the body\n"
 
 
-def test_flash_attention_is_replaced_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+@pytest.mark.parametrize(("softcap", "replacement"), [(None, "sdpa"), (50.0, "eager")])
+def test_flash_attention_is_replaced_in_fp32(
+    softcap: float | None, replacement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, implementations = [], []
 
     def flash(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(query.dtype)
@@ -123,15 +126,23 @@ def test_flash_attention_is_replaced_in_fp32(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_test", flash)
     model, _ = models(torch.bfloat16, lora=False)
     model.config._attn_implementation = "flash_test"
+    model.config.attn_logit_softcapping = softcap
+    model.model.register_forward_pre_hook(lambda *_: implementations.append(model.config._attn_implementation))
     log_probs_by_precision(model, batch()[0])
-    assert set(seen) == {torch.bfloat16} and model.config._attn_implementation == "flash_test"
+    assert (
+        set(seen) == {torch.bfloat16}
+        and implementations[-1] == replacement
+        and model.config._attn_implementation == "flash_test"
+    )
 
 
 def test_bad_input_is_named() -> None:
     model, _ = models(torch.float32, lora=False)
     ids, mask, advantages = batch()
-    with pytest.raises(ValueError, match=r"input_ids must be token ids \[B, T\].*, got shape \[32\]"):
+    with pytest.raises(ValueError, match=r"input_ids must be a tensor of token ids \[B, T\].*, got a tensor \[32\]"):
         log_probs_by_precision(model, ids[:, 0])
+    with pytest.raises(ValueError, match=r"answer_mask must be a tensor \[32, 40\].*, got a tensor \[32, 39\]"):
+        log_probs_by_precision(model, ids, answer_mask=mask[:, 1:])
     scored = log_probs_by_precision(model, ids)
     with pytest.raises(ValueError, match=r"objective must be an Objective whose surrogate is one of clip, .*'sapo'"):
         clip_noise(scored, scored, advantages, mask[:, 1:], Objective.preset("sapo"))

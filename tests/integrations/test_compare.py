@@ -217,6 +217,8 @@ def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: py
         (["--learning-rates", "fast"], "--learning-rates: expected different numbers separated by commas"),
         (["--learning-rates", "0"], "--learning-rates, --updates: learning_rate: expected a number above 0"),
         (["--updates", "3"], "updates_per_rollout: expected a divisor of the 128 answers of a rollout"),
+        (["--study", "moe", "--updates", "1"], "--updates: expected at least 2 with --study moe"),
+        (["--seeds", f"0,{2**32}"], "--seeds: expected at most 10 numbers from 0 to 2**32 - 1, got '0,4294967296'"),
     ],
 )
 def test_bad_options_of_compare_print_one_line(option: list[str], message: str, tmp_path: Path) -> None:

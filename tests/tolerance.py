@@ -110,6 +110,8 @@ PRODUCT_OF_COPIES_RELATIVE, PRODUCT_OF_COPIES_ABSOLUTE = 1e-5, 1e-4
 # Counts of sampled tokens, compared with their probabilities: how many standard deviations the chi-square statistic may
 # exceed its mean.
 CHI_SQUARE_DEVIATIONS = 5
+# Error of log-ratios against an fp32 forward, compared with that against float64.
+CLIP_NOISE_ERROR_RELATIVE = 0.05
 # A small model trained by verl in fp16, compared with fp32: log-probs of its answers, and norms of its gradients.
 FP16_LOG_PROB_ABSOLUTE = 5e-3
 FP16_NORM_RELATIVE = 1e-2

@@ -1,7 +1,7 @@
-"""Find results that were measured before a file that moves them changed.
+"""Find results that were measured before the code behind them changed.
 
-A result is outdated if the statements of such a file differ from those at the commit where it was measured. Comments,
-docstrings and layout do not count. A file that was moved counts as changed.
+A result is outdated if the statements of a file behind it differ from those at the commit where it was measured.
+Comments, docstrings and layout do not count. A file that was moved counts as changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRAINING = (
     "integrations/reference_trainer/update.py",
     "benchmarks/studies/compare.py",
 )
-# The files that move the results of a suite. Every suite with results has an entry.
+# For every suite with results: the files whose changes can change them.
 MOVED_BY = {
     "budgets": (*LOSS, "benchmarks/studies/budgets.py", "benchmarks/studies/policy.py"),
     "compare": TRAINING,
@@ -69,7 +69,7 @@ def outdated(root: Path) -> list[str]:
 
 
 def _statements(root: Path, commit: str | None, name: str) -> str | None:
-    """The statements of a file at a commit, or now; None if it does not exist there."""
+    """Return the statements of a file at a commit or, without one, in the working tree. None: there is no such file."""
     if commit is None:
         text = (root / name).read_text() if (root / name).exists() else None
     else:

@@ -28,7 +28,10 @@ BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom
 COLORS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
 OTHER_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
-ROUNDED_SAMPLER, SAMPLER, TIS, MIS = (f" + bf16 sampler{how}" for how in ("", ", its log-probs", ", TIS", ", MIS"))
+ROUNDED_SAMPLER = " + bf16 sampler"
+SAMPLER = ROUNDED_SAMPLER + ", its log-probs"
+TIS = ROUNDED_SAMPLER + ", TIS"
+MIS = ROUNDED_SAMPLER + ", MIS"
 MODELS = {"dense": "Dense model", "moe": "Mixture of experts"}  # by study
 WINNER = {-1: "GSPO learns faster", 0: "it is not decided", 1: "GRPO learns faster"}  # by the sign of GRPO minus GSPO
 # 97.5 % quantiles of Student's t, by number of seeds
@@ -303,7 +306,10 @@ def title(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw scores over the grid and held-out rewards at each arm's best setting; for rounding, changes of the score."""
+    """Draw the figure of a study: the scores of all settings, with the reward curves at each arm's best setting.
+
+    The figure of the study of rounding shows how much each rounding changes the score.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -327,7 +333,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def draw_grids(axes: Any, results: Results) -> None:
-    """Draw a heat map of mean scores for each arm: learning rates by updates. Cells name their collapses."""
+    """Draw a heat map for each arm: mean scores by learning rate and updates, and how many trainings collapsed."""
     grids = {arm: by_setting(records) for arm, records in results["runs"].items()}
     means = {arm: {at: fmean(scores(group)) for at, group in grid.items()} for arm, grid in grids.items()}
     every = [value for grid in means.values() for value in grid.values()]
@@ -359,7 +365,7 @@ def looks(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def draw_curves(axes: Any, results: Results) -> None:
-    """Draw held-out reward against rollouts, each arm at its own best setting: the mean over the seeds."""
+    """Draw the mean held-out reward over the seeds against rollouts, for each arm at its own best setting."""
     settings = results["settings"]
     at = [*range(0, settings["steps"], settings["eval_every"]), settings["steps"]]
     for arm, look in looks(results).items():

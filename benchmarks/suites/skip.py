@@ -1,6 +1,6 @@
 """Measure what a step of TRL's trainer costs if the answers to some prompts have advantage 0, and skip the model.
 
-    python -m gspo_kernels.benchmarks skip      10 minutes on one idle core
+    python -m gspo_kernels.benchmarks skip
 
 Stock TRL's GRPOTrainer and our GSPOTrainer train the same Qwen2, with random weights, on the same rollouts. A rollout
 has four updates. Its time includes generation by transformers, rewards, old log-probs, and the optimizer. In each
@@ -28,7 +28,9 @@ QWEN2: Record = dict(
 )  # fmt: skip  # numbers
 TINY = QWEN2 | dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
 SHARES = (0.0, 0.25, 0.5, 0.75)  # of the prompts, whose answers all have the same reward
-PROMPTS, GROUP, LENGTH = 8, 8, 64  # prompts of a rollout, answers to each, and tokens of an answer
+PROMPTS = 8  # of a rollout
+GROUP = 8  # answers to each prompt
+LENGTH = 64  # tokens of an answer
 UPDATES = 4  # of a rollout
 STOCK, OURS = "TRL", "GSPOTrainer"
 DIFFER = 1e-4  # largest relative difference of a gradient norm

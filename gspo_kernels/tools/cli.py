@@ -277,7 +277,7 @@ def compare(
 
     Each objective is trained at every setting of a grid (learning rates by updates), and compared at its own best
     setting and over the grid. Prints rewards, collapses and clip fractions, and says who learns faster.
-    Writes results and a figure. A training takes about 10 seconds, the default grid 60 trainings.
+    Writes results and a figure. The default grid has 60 trainings.
     """
     try:
         from gspo_kernels.benchmarks.studies import compare_command

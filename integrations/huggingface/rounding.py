@@ -8,33 +8,36 @@
 
 The reference is a forward of the same weights in fp32, whose own rounding changes about 0.002% of the decisions
 (docs/guides/precision.md). Each measurement costs two forwards of the answers, one of them in fp32, so a few answers
-are enough: add up the counts of several measurements.
+are enough: add up several measurements.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
+from gspo_kernels.inputs.lm_head import is_fsdp_unit
 from gspo_kernels.objective import CLIPPING
+from gspo_kernels.ranks.dtensors import is_dtensor
 from gspo_kernels.validation import Checks, Unquoted
 
 from .fused_head import base_model, fuse_head, is_fused
+from .rows import live_tokens
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class LogProbsByPrecision(NamedTuple):
-    """Log-probs of the same tokens by the same weights, fp32 [B, T - 1]; 0 outside the mask.
+    """Log-probs of the same tokens from the same weights, in three precisions: fp32 [B, T - 1], 0 at masked tokens.
 
-    Replace `used` by other log-probs that your loss takes, such as those of an inference engine:
+    If your loss takes other log-probs, such as those of an inference engine, put them in place of `used`:
     `before._replace(used=engine_log_probs)`.
     """
 
@@ -44,21 +47,40 @@ class LogProbsByPrecision(NamedTuple):
 
 
 class ClipNoise(NamedTuple):
-    """Clip decisions that rounding changes. Counts of several measurements may be added up.
+    """Clip decisions that rounding changes. All fields are sums: add up several measurements field by field.
 
     A decision is whether an answer (a token with ratio="token") gets a gradient. Answers with advantage 0 have none.
     """
 
-    decisions: int
-    changed: int  # decisions that differ between the log-probs used and those of a forward in fp32
-    changed_by_body: int  # between a head in fp32 on the hidden states of training, and a forward in fp32
-    changed_by_head: int  # between the log-probs used, and a head in fp32 on the same hidden states
-    error: float  # root mean square of the error of the log-ratios of answers (tokens), in nats
+    decisions: float
+    changed: float  # decisions that come out differently with the log-probs of a forward in fp32
+    changed_by_body: float  # decisions of an fp32 head that change if the body runs in fp32 too
+    changed_by_head: float  # decisions that change if only the head runs in fp32
+    squared_error: float  # sum over decisions of the squared error of the log-ratio, in nats squared
 
     @property
     def share(self) -> float:
         """Share of the decisions that change; NaN without decisions."""
-        return self.changed / self.decisions if self.decisions else float("nan")
+        return self.changed / self.decisions if self.decisions else math.nan
+
+    @property
+    def error(self) -> float:
+        """Root mean square of the errors of the log-ratios, in nats; NaN without decisions."""
+        return math.sqrt(self.squared_error / self.decisions) if self.decisions else math.nan
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of the decisions and the error of log-ratios, by the names under which trainers log them.
+
+        {} without decisions.
+        """
+        if not self.decisions:
+            return {}
+        return {
+            "clip_noise": self.share,
+            "clip_noise_body": self.changed_by_body / self.decisions,
+            "clip_noise_head": self.changed_by_head / self.decisions,
+            "clip_noise_log_ratio": self.error,
+        }
 
 
 def log_probs_by_precision(
@@ -70,7 +92,7 @@ def log_probs_by_precision(
     temperature: float | Tensor = 1.0,
     **inputs: Any,
 ) -> LogProbsByPrecision:
-    """Compute the log-probs of `input_ids[:, 1:]` as training does, with a head in fp32, and all in fp32.
+    """Compute log-probs of `input_ids[:, 1:]` three times: as training does, with an fp32 head, and fully in fp32.
 
     Call this in the same autocast as your training step. Weights in bf16 or fp16 are cast to fp32 while they are used:
     those of one decoder layer at a time, and those outside the layers. Flash attention, which has no fp32, is replaced
@@ -96,10 +118,10 @@ def log_probs_by_precision(
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
             check.fail(name, f"a tensor {list(input_ids.shape)} like input_ids, or None", mask)
     base = base_model(model)
-    if any(isinstance(x, FullyShardedDataParallel) for x in model.modules()):
-        check.fail("model", "a model with whole weights", Unquoted("one that FullyShardedDataParallel shards"))
+    if any(map(is_fsdp_unit, model.modules())):
+        check.fail("model", "a model with whole weights", Unquoted("one that FSDP shards"))
     for name, parameter in base.named_parameters():
-        if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") or not parameter.is_floating_point():
+        if is_dtensor(parameter) or hasattr(parameter, "ds_id") or not parameter.is_floating_point():
             expected = "whole weights in floating point, neither sharded nor quantized"
             check.fail("model", expected, Unquoted(f"{name} as a {type(parameter).__name__} of {parameter.dtype}"))
     targets = input_ids[:, 1:]
@@ -171,7 +193,7 @@ def _attention_of(module: Any) -> str:
 def _enter_while_called(
     module: nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]], stack: contextlib.ExitStack
 ) -> None:
-    """Enter a context during every call of `module`, until `stack` closes."""
+    """Run every call of `module` inside a new context from `make`, until `stack` closes."""
     entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def before(*_: Any) -> None:
@@ -188,7 +210,7 @@ def _enter_while_called(
 
 @contextlib.contextmanager
 def _weights_in_fp32(*modules: nn.Module) -> Iterator[None]:
-    """Replace parameters and buffers in half precision by fp32 copies. The modules' own modules are not changed."""
+    """Replace half-precision parameters and buffers of these modules by fp32 copies, but not those of submodules."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in modules:
@@ -241,11 +263,10 @@ def clip_noise(
         return gradient.any(1) if of_answers else gradient, out.log_ratio
 
     every = [decided(kind) for kind in LogProbsByPrecision._fields]
-    has_advantage = (advantages != 0) if advantages.shape == mask.shape else (advantages != 0).view(-1, 1)
-    live = has_advantage & (mask != 0)  # [B, T]
+    live = live_tokens(advantages, mask)
     live = live.any(1) if of_answers else live
     (used, log_ratio), (head_only, _), (exact, true_ratio) = [(x[live], u[live]) for x, u in every]
     pairs = ((used, exact), (head_only, exact), (used, head_only))
     changed, by_body, by_head = (int((a != b).sum()) for a, b in pairs)
-    error = (log_ratio.double() - true_ratio.double()).square().mean().sqrt().item()
-    return ClipNoise(len(exact), changed, by_body, by_head, error)
+    squared_error = (log_ratio.double() - true_ratio.double()).square().sum().item()
+    return ClipNoise(len(exact), changed, by_body, by_head, squared_error)

@@ -1,10 +1,20 @@
-"""Parts of a model that make the results of a row depend on the other rows of its batch."""
+"""Which tokens have a gradient, and which parts of a model make a row depend on the other rows of its batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
+
+
+def live_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Find the unmasked tokens whose advantage is not 0. Returns bool [B, T].
+
+    Args:
+        advantages: [B], [B, 1] or [B, T].
+        mask: [B, T], not 0 at unmasked tokens.
+    """
+    return (mask != 0) & (advantages[:, None] if advantages.ndim == 1 else advantages).ne(0)
 
 
 def separate_experts(model: nn.Module) -> str | None:

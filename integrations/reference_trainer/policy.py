@@ -69,8 +69,7 @@ class Policy:
         """
         first = rollout.prompt_width
         mask = rollout.attention_mask
-        # Positions count unmasked tokens, so that left padding does not shift a prompt.
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [b, P + T]
+        positions = positions_of(mask)
         inputs = dict(input_ids=rollout.input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
         if self.has_routers and train:
             inputs["output_router_logits"] = True
@@ -115,6 +114,11 @@ class Policy:
         finally:
             inner.generation_config = sampling_config
         self.tokenizer.save_pretrained(folder)
+
+
+def positions_of(attention_mask: Tensor) -> Tensor:
+    """Number the unmasked tokens of each row, [b, P + T], so that left padding does not shift a prompt."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def make_policy(model: Any, tokenizer: Any) -> Policy:

@@ -194,7 +194,10 @@ def gradients(
     divisors = normalizers(config, mask)
     to_run = rows_to_run(batch.live, rows)
     parts = micro_batches(config, to_run)
-    measures, losses, router_losses, log_probs = [], [], [], []
+    measures = []
+    losses = []
+    router_losses = []
+    log_probs = []
     for part in parts:
         micro_batch = take(batch, part)
         replayed = micro_batch.experts if config.routing_replay else None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..huggingface.rows import rope_of_longest_row, separate_experts
+from ..huggingface.rows import live_tokens, rope_of_longest_row, separate_experts
 from .config import InputError, TrainConfig
 from .distributed import world
 from .policy import Policy
@@ -16,12 +16,12 @@ class Skipping(NamedTuple):
     """Whether answers with advantage 0 skip the model."""
 
     is_on: bool
-    reuses_first: bool  # old log-probs of the first mini-batch are those of its update, before which no weight changes
+    reuses_first: bool  # the first update computes the old log-probs of its own mini-batch
     description: str  # for the line that a run prints
 
 
 def skipping(config: TrainConfig, policy: Policy) -> Skipping:
-    """Decide whether answers with advantage 0 skip the model. By default, they do if no other gradient changes.
+    """Decide whether answers with advantage 0 skip the model. By default, they do if all other gradients stay the same.
 
     Raises:
         InputError: skip_zero_advantage is true, and skipping would change gradients. The message names the reason.
@@ -32,7 +32,8 @@ def skipping(config: TrainConfig, policy: Policy) -> Skipping:
         raise InputError(f"skip_zero_advantage: expected false or none with {reason}, got true")
     if reason or wanted is False:
         return Skipping(False, False, f"skip_zero_advantage=false{f' ({reason})' if wanted is None else ''}")
-    # A correction needs old log-probs before the first update. Routers record experts with them.
+    # The sampler correction needs old log-probs before the first update. The pass that computes old log-probs also
+    # records which experts the routers choose.
     needed_before = config.objective.rollout_correction is not None or policy.has_routers
     reuses_first = config.old_log_probs == "trainer" and not needed_before
     description = "skip_zero_advantage=true: answers with advantage 0 do not run through the model"
@@ -59,24 +60,20 @@ def inexact_setting(config: TrainConfig, policy: Policy) -> str | None:
 
 
 def live_rows(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Find the answers with an unmasked token whose advantage is not 0.
+    """Find the answers with an unmasked token whose advantage is not 0. Returns bool [B], in CPU memory.
 
     Args:
         advantages: [B] or [B, T].
-        mask: tokens that the policy sampled, bool [B, T].
-
-    Returns:
-        bool [B], in CPU memory.
+        mask: bool [B, T], True at tokens that the policy sampled.
     """
-    per_token = advantages if advantages.ndim == 2 else advantages[:, None]
-    return (mask & per_token.ne(0)).any(1).cpu()
+    return live_tokens(advantages, mask).any(1).cpu()
 
 
 def rows_to_run(live: Tensor | None, rows: Tensor) -> Tensor:
     """Select the rows of a mini-batch that run through the model.
 
-    These are the live rows, and as many other rows as give all processes the same number of rows, at least one. So all
-    processes call the model equally often, and no gradient is None.
+    These are the live rows, filled up with other rows until every process has the same number of rows, at least one.
+    So all processes call the model equally often, and no gradient is None.
 
     Args:
         live: bool [B], for all rows of the rollout; None means that all rows run.

@@ -13,20 +13,20 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from gspo_kernels import Objective
 from gspo_kernels.validation import Checks, Unquoted
 
-from ..huggingface import LogProbsByPrecision, clip_noise, log_probs_by_precision
+from ..huggingface import ClipNoise, LogProbsByPrecision, clip_noise, log_probs_by_precision
 from .config import CLIPPING_LOSS_TYPES
 from .zero_advantage import live_rows, loss_mask
 
 
 class ClipNoiseCallback(TrainerCallback):
-    """Log the share of clip decisions that a forward in fp32 would decide otherwise (`clip_noise`).
+    """Log the share of clip decisions that a forward in fp32 would change (`clip_noise`).
 
         trainer.add_callback(ClipNoiseCallback(trainer, every=50))
 
-    Answers from the last mini-batch of a rollout are scored before the first and before the last update of the rollout,
-    each time in the trainer's precision and in fp32. The logs get `gspo/clip_noise`, its parts `gspo/clip_noise_body`
-    and `gspo/clip_noise_head`, and `gspo/clip_noise_log_ratio`, the error of log-ratios in nats. A single share is
-    coarse: average over the training.
+    A few answers of each measured rollout's last mini-batch are scored twice: before the rollout's first update and
+    before its last one. Each time they are scored in the trainer's precision and in fp32. The logs get
+    `gspo/clip_noise`, its parts `gspo/clip_noise_body` and `gspo/clip_noise_head`, and `gspo/clip_noise_log_ratio`, the
+    error of log-ratios in nats. A single share is coarse: average over the training.
 
     Args:
         trainer: a GRPOTrainer with a text model, whose weights are neither sharded nor quantized.
@@ -72,11 +72,11 @@ class ClipNoiseCallback(TrainerCallback):
             self._before = None
 
     def _answers(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Take the first answers with an advantage. If there are none, all processes still need one row."""
+        """Take the first answers whose advantage is not 0, or the first answer if there are none."""
         if "pixel_values" in batch:
             Checks("ClipNoiseCallback").fail("trainer", "a training without images", Unquoted("pixel_values"))
         rows = live_rows(batch, self.trainer.loss_type).nonzero()[: self.answers, 0]
-        rows = rows if len(rows) else torch.zeros_like(batch["advantages"][:1], dtype=torch.int64).flatten()[:1]
+        rows = rows if len(rows) else rows.new_zeros(1)
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
         return {name: batch[name][rows] for name in names if name in batch}
 
@@ -95,11 +95,7 @@ class ClipNoiseCallback(TrainerCallback):
         ratio = {"token": "token", "sequence": "sequence"}.get(trainer.importance_sampling_level, "sequence-token")
         window = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high, "delta": trainer.args.delta}
         noise = clip_noise(before, after, batch["advantages"], loss_mask(batch), Objective(ratio=ratio, **window))
-        square = noise.error**2 * noise.decisions if noise.decisions else 0.0
-        sums = torch.tensor([*noise[:-1], square], dtype=torch.float64, device=trainer.accelerator.device)
-        count, changed, by_body, by_head, square = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        if count:
-            values = {"": changed / count, "_body": by_body / count, "_head": by_head / count}
-            values["_log_ratio"] = (square / count) ** 0.5
-            for name, value in values.items():
-                trainer._metrics["train"][f"gspo/clip_noise{name}"].append(value)
+        sums = torch.tensor(noise, dtype=torch.float64, device=trainer.accelerator.device)
+        total = ClipNoise(*trainer.accelerator.reduce(sums, reduction="sum").tolist())
+        for name, value in total.metrics().items():
+            trainer._metrics["train"][f"gspo/{name}"].append(value)

@@ -19,7 +19,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels.validation import Checks
 
-from ..huggingface.rows import rope_of_longest_row, separate_experts
+from ..huggingface.rows import live_tokens, rope_of_longest_row, separate_experts
 from .config import LOSS_TYPES, METHOD
 from .logs import method_before, replace_method
 
@@ -110,8 +110,7 @@ def loss_mask(batch: Mapping[str, Any]) -> Tensor:
 
 def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
     """Find the answers with a token whose mask, advantage and weight are not 0. Returns bool [B]."""
-    advantages = batch["advantages"]  # [B], or [B, C] in some subclasses
-    live = (loss_mask(batch) != 0) & (advantages if advantages.ndim == 2 else advantages[:, None]).ne(0)
+    live = live_tokens(batch["advantages"], loss_mask(batch))  # advantages are [B, C] in some subclasses
     if "importance_sampling_ratio" in batch and loss_type != "vespo":  # vespo does not multiply by it
         live = live & batch["importance_sampling_ratio"].ne(0)  # [B, C] or [B, 1]
     return live.any(1)

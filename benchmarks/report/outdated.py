@@ -24,9 +24,13 @@ TIMED = ("benchmarks/candidates.py", "benchmarks/measure.py", "benchmarks/worklo
 TRAINING = (
     "gspo_kernels/advantages.py",
     "gspo_kernels/objective.py",
+    "integrations/reference_trainer/advantages.py",
+    "integrations/reference_trainer/measures.py",
     "integrations/reference_trainer/optimizer.py",
+    "integrations/reference_trainer/policy.py",
     "integrations/reference_trainer/sampling.py",
     "integrations/reference_trainer/update.py",
+    "integrations/tasks/*.py",
     "benchmarks/studies/compare.py",
 )
 # For every suite with results: the files whose changes can change them.

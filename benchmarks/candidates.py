@@ -108,15 +108,15 @@ def _our_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float |
     return linear_log_probs(hidden[None], weight, ids[None], logit_softcap=softcap).log_probs[0]
 
 
-def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: float, cache_mib: int) -> Tensor:
+def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: float, cache_mib: int | None) -> Tensor:
     return gspo_fused_loss(
         hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
         logit_softcap=w.softcap, objective=w.objective, gradient_budget=budget, cache_mib=cache_mib,
     ).loss  # fmt: skip  # related arguments share a line
 
 
-def ours_at(budget: float, name: str, cache_mib: int = 0) -> Candidate:
-    """The candidate that runs our fused loss with this gradient budget and cache."""
+def ours_at(budget: float, name: str, cache_mib: int | None = 0) -> Candidate:
+    """The candidate that runs our fused loss with this gradient budget and cache. None is the library's default."""
     loss = partial(_our_loss, budget=budget, cache_mib=cache_mib)
     return Candidate(name, "ours", _our_log_probs, loss, "gspo-kernels", budget=budget)
 

@@ -23,7 +23,7 @@ from gspo_kernels.backends.triton.slabs import chunk_and_slab
 from gspo_kernels.backends.triton.tuning import tile_config
 
 from .. import peaked, workloads
-from ..candidates import ALL, Candidate
+from ..candidates import ALL, Candidate, ours_at
 from ..measure import ROOT, Record, spread, timed
 from ..suites import bench
 from ..suites.options import say
@@ -34,6 +34,7 @@ ROUNDS = 5  # interleaved runs of each package
 SHARES = (0.07, 0.3, 1.0)  # of the cells, in the backward of selected cells
 BOTH = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
 PRODUCTS = ("h W'", "d_logits W", "d_logits' h")  # of N x H x V
+DEFAULT_CACHE = ours_at(0.0, "ours, default cache", None)
 Measurement = tuple[str, Callable[[], list[Record]]]  # name, and the function that measures
 Step = Callable[[], object]
 
@@ -51,7 +52,7 @@ class Shape(NamedTuple):
 
 class Setting(NamedTuple):
     device: torch.device
-    shapes: dict[str, Shape]  # V is a multiple of 256 in A, but not in B and C
+    shapes: dict[str, Shape]  # V is a multiple of 256 in A only
     roles: tuple[int, int, int]  # sequences of an RL-like batch: all, of advantage 0, and clipped
     tokens: tuple[int, int]  # of the batches on which packages are compared
     minutes: float = 1.0  # for the group
@@ -67,9 +68,12 @@ class Setting(NamedTuple):
         return HeadRows(*operands, None, 1.0, None, shape.vocab, entropy=False)
 
 
-SHAPES = {"A": Shape(4096, 4096, 131_072), "B": Shape(8192, 2560, 151_936), "C": Shape(4096, 896, 151_936)}
+SHAPES = {
+    "A": Shape(4096, 4096, 131_072), "B": Shape(8192, 2560, 151_936), "C": Shape(4096, 896, 151_936),
+    "D": Shape(8192, 4096, 151_936),
+}  # fmt: skip  # numbers
 FULL = Setting(torch.device("cuda"), SHAPES, (64, 19, 7), (4096, 8192))
-SMALL = {"A": Shape(128, 64, 512), "B": Shape(128, 64, 300), "C": Shape(64, 64, 300)}
+SMALL = {"A": Shape(128, 64, 512), "B": Shape(128, 64, 300), "C": Shape(64, 64, 300), "D": Shape(128, 64, 320)}
 TINY = Setting(torch.device("cpu"), SMALL, (4, 1, 1), (64, 128))
 
 
@@ -147,7 +151,10 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
 
 
 def steps(setting: Setting, name: str) -> Iterator[Measurement]:
-    """Measure passes and kernels of a dense and an RL-like batch, then errors and times of full logits."""
+    """Measure passes and kernels of a dense and an RL-like batch, then errors, times and memory of full logits.
+
+    On shape D, TRL and Liger are measured too.
+    """
     shape = setting.shapes[name]
     policy = peaked.make(*shape, device=setting.device)
     count, *idle = setting.roles
@@ -157,7 +164,9 @@ def steps(setting: Setting, name: str) -> Iterator[Measurement]:
         operations = {"forward_tile": shape.operations, "gradient_tile": live * shape.operations}
         yield batch, partial(time_step, setting, w, {"shape": name, "batch": batch}, operations)
     del policy
-    yield compared(setting, name, shape.rows, "dense", [ALL[bench.NAIVE], ALL["ours"]])
+    packages = ("naive", "trl", "liger", "ours") if name == "D" else ("naive", "ours")
+    chosen = [c for c in installed(setting) if c.against in packages]
+    yield compared(setting, name, shape.rows, "dense", chosen)
 
 
 def time_step(setting: Setting, w: Workload, tags: Record, operations: dict[str, float]) -> list[Record]:
@@ -197,10 +206,15 @@ def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: li
 
 def packages(setting: Setting, size: int) -> Iterator[Measurement]:
     """Measure ours, exact and with a gradient budget, and the installed packages on an RL-like batch."""
+    yield compared(setting, "A", setting.tokens[size], "rl-like", installed(setting))
+
+
+def installed(setting: Setting) -> list[Candidate]:
+    """The candidates to compare: naive GSPO, ours, and on a GPU the other packages. A dry run imports none of them."""
     chosen = [c for c in ALL.values() if not (c.per_token or c.against == "compile")]
-    if not setting.on_gpu:  # a dry run imports no other package
+    if not setting.on_gpu:
         chosen = [c for c in chosen if c.against in ("naive", "ours")]
-    yield compared(setting, "A", setting.tokens[size], "rl-like", chosen)
+    return [*chosen, DEFAULT_CACHE]
 
 
 def cells(setting: Setting, name: str) -> Iterator[Measurement]:

@@ -177,6 +177,9 @@ def check(
                 sizes[candidate.name] = truth.sizes(result)
                 error = truth.errors(result, true)
                 del result
+                if w.hidden.is_cuda and "peak_bytes" not in record:  # this process's allocator counts the step
+                    step = partial(candidate.step, w, olds[candidate.name])
+                    record["peak_bytes"] = measure.peak_bytes(step, w.hidden.device)
                 record["error"] = error._asdict() | {"worst": error.worst}
                 record["error_over_naive"] = error.worst / base.worst
                 if wrong := truth.verdict(error, base, candidate.budget):

@@ -26,7 +26,7 @@ from . import times, tune
 from .times import FULL, SHAPES, SHARES, Measurement, Setting, Shape
 
 UNFINISHED = "did not finish"
-RL = ("rl-4k", "rl-8k")  # groups that compare packages
+RL = ("rl-4k", "rl-8k", "rl-32k")  # groups of RL-like batches
 # Estimates assume half of an H200's 989.5 TFLOP/s (bf16, dense, datasheet), and half of its 67 TFLOP/s in float64.
 PASS, EXACT_PASS = (SHAPES["A"].operations / (0.5e12 * peak) for peak in (989.5, 67.0))  # seconds
 START = 12.0  # seconds to make a batch in a new process
@@ -60,10 +60,12 @@ def all_groups() -> dict[str, Group]:
     for name in ("A", "C"):
         what = f"backward of {', '.join(f'{x:g}' for x in SHARES)} of the cells, shape {name}"
         groups[f"cells-{name}"] = Group(what, partial(times.cells, name=name), seconds(6, 16 * RUNS))
-    for n, name in enumerate(RL):
-        what = "RL-like: exact, budget 1e-3, other packages"
-        steps = (n + 1) * len(ALL) * (times.ROUNDS + 4)
-        groups[name] = Group(what, partial(times.packages, size=n), seconds(8, 4 * steps, 8 * (n + 1), more=20))
+    for n, (name, tokens) in enumerate(zip(RL, FULL.tokens, strict=True)):
+        size = SHAPES["D"]._replace(rows=tokens).operations / SHAPES["A"].operations
+        candidates = 7 if n else len(ALL)
+        what = f"RL-like, {tokens} tokens, head of D: " + ("ours, full logits, TRL, Liger" if n else "all packages")
+        estimate = seconds(8, 4 * candidates * (times.ROUNDS + 4) * size, 8 * size, more=0 if n else 60)
+        groups[name] = Group(what, partial(times.packages, size=n), estimate)
     groups["profile"] = Group("ncu's counters of the forward tile", times.profile, seconds(2, more=20))
     groups["checks"] = Group("pytest -m gpu", times.checks, seconds(more=480))
     for kernel in tune.KERNELS:
@@ -74,7 +76,7 @@ def all_groups() -> dict[str, Group]:
 
 
 GROUPS = all_groups()
-DEFAULT = ["D", "A", "cells-A", "rl-4k", "ceilings", "B", "C", "cells-C", "rl-8k", "profile"]
+DEFAULT = ["D", "rl-8k", "rl-32k", "A", "C", "cells-A", "rl-4k", "ceilings", "B", "cells-C", "profile"]
 
 
 def missing(name: str) -> str:
@@ -91,7 +93,7 @@ def gibibytes(names: list[str]) -> tuple[str, int]:
     In naive GSPO's backward, three fp32 tensors have the size of the logits. Hidden states, head and their gradients
     are in bf16. They are compared with gradients in float64.
     """
-    batches = SHAPES | {name: SHAPES["A"]._replace(rows=n) for name, n in zip(RL, FULL.tokens, strict=True)}
+    batches = SHAPES | {name: SHAPES["D"]._replace(rows=n) for name, n in zip(RL, FULL.tokens, strict=True)}
 
     def needed(x: Shape) -> float:
         return 3 * 4 * x.rows * x.vocab + (2 + 2 + 8) * (x.rows + x.vocab) * x.width

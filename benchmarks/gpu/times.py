@@ -34,7 +34,10 @@ ROUNDS = 5  # interleaved runs of each package
 SHARES = (0.07, 0.3, 1.0)  # of the cells, in the backward of selected cells
 BOTH = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
 PRODUCTS = ("h W'", "d_logits W", "d_logits' h")  # of N x H x V
-DEFAULT_CACHE = ours_at(0.0, "ours, default cache", None)
+WITH_CACHE = (
+    ours_at(0.0, "ours, default cache", None),
+    ours_at(1e-3, "ours, budget 1e-3, default cache", None),
+)
 Measurement = tuple[str, Callable[[], list[Record]]]  # name, and the function that measures
 Step = Callable[[], object]
 
@@ -54,7 +57,7 @@ class Setting(NamedTuple):
     device: torch.device
     shapes: dict[str, Shape]  # V is a multiple of 256 in A only
     roles: tuple[int, int, int]  # sequences of an RL-like batch: all, of advantage 0, and clipped
-    tokens: tuple[int, int]  # of the batches on which packages are compared
+    tokens: tuple[int, int, int]  # of the RL-like batches
     minutes: float = 1.0  # for the group
 
     @property
@@ -72,9 +75,9 @@ SHAPES = {
     "A": Shape(4096, 4096, 131_072), "B": Shape(8192, 2560, 151_936), "C": Shape(4096, 896, 151_936),
     "D": Shape(8192, 4096, 151_936),
 }  # fmt: skip  # numbers
-FULL = Setting(torch.device("cuda"), SHAPES, (64, 19, 7), (4096, 8192))
+FULL = Setting(torch.device("cuda"), SHAPES, (64, 19, 7), (4096, 8192, 32_768))
 SMALL = {"A": Shape(128, 64, 512), "B": Shape(128, 64, 300), "C": Shape(64, 64, 300), "D": Shape(128, 64, 320)}
-TINY = Setting(torch.device("cpu"), SMALL, (4, 1, 1), (64, 128))
+TINY = Setting(torch.device("cpu"), SMALL, (4, 1, 1), (64, 128, 192))
 
 
 def clock(function: Step, on_gpu: bool, seconds: float = SECONDS) -> Record:
@@ -205,8 +208,14 @@ def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: li
 
 
 def packages(setting: Setting, size: int) -> Iterator[Measurement]:
-    """Measure ours, exact and with a gradient budget, and the installed packages on an RL-like batch."""
-    yield compared(setting, "A", setting.tokens[size], "rl-like", installed(setting))
+    """Measure RL-like batches on the head of shape D: ours, full logits, TRL, Liger; on the smallest batch, everything.
+
+    The smallest batch also has the packages that tune their kernels for minutes, or loop over sequences.
+    """
+    chosen = installed(setting)
+    if size > 0:
+        chosen = [c for c in chosen if c.against in ("naive", "trl", "liger", "ours") and not c.compiles]
+    yield compared(setting, "D", setting.tokens[size], "rl-like", chosen)
 
 
 def installed(setting: Setting) -> list[Candidate]:
@@ -214,7 +223,7 @@ def installed(setting: Setting) -> list[Candidate]:
     chosen = [c for c in ALL.values() if not (c.per_token or c.against == "compile")]
     if not setting.on_gpu:
         chosen = [c for c in chosen if c.against in ("naive", "ours")]
-    return [*chosen, DEFAULT_CACHE]
+    return [*chosen, *WITH_CACHE]
 
 
 def cells(setting: Setting, name: str) -> Iterator[Measurement]:

@@ -30,6 +30,7 @@ _ARGUMENTS = {
     float | None: "float?",
     int: "int",
 }
+SEPARATOR = "|"
 _READ: dict[Any, Callable[[str], Any]] = {
     bool: lambda text: text == "True",
     str: str,
@@ -43,7 +44,7 @@ class Group(NamedTuple):
 
     kind: Any  # its type
     hints: dict[str, Any]  # type of each field, by name; a single value has the name ""
-    are_arguments: list[bool]  # for each field: whether it is an argument of the operator, or a line of `text`
+    are_arguments: list[bool]  # for each field: whether it is an argument of the operator, or a part of `text`
     is_tuple: bool
 
 
@@ -59,8 +60,8 @@ class Operator(Generic[P, R]):
 
     The parameters of the function are tensors, scalars, named tuples of tensors and scalars, or an `Objective`. The
     result is a named tuple of tensors and named tuples of tensors. Names in the schema join parameter and field: the
-    field `mask` of the parameter `head` is `head_mask`. The last argument, `text`, has one line for each string, bool
-    and objective.
+    field `mask` of the parameter `head` is `head_mask`. The last argument, `text`, joins the strings, bools and
+    objectives. It has no newline, because inductor writes arguments into a comment of the code that it generates.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -75,7 +76,7 @@ class Operator(Generic[P, R]):
             for parameter, group in zip(kinds, self._inputs, strict=True)
             for field, hint in group.hints.items()
         }
-        self._lines = tuple(hint for hint in hints.values() if hint in _READ)
+        self._words = tuple(hint for hint in hints.values() if hint in _READ)
         self.arguments = [*(name for name, hint in hints.items() if hint in _ARGUMENTS), "text"]
         inputs = ", ".join([*(f"{_ARGUMENTS[hints[name]]} {name}" for name in self.arguments[:-1]), "str text"])
         # A result is never None: gradients that are not needed are empty tensors.
@@ -140,26 +141,26 @@ class Operator(Generic[P, R]):
     def flatten(self, args: Iterable[Any]) -> list[Any]:
         """Convert the function's arguments to the operator's: tensors and numbers, then `text`."""
         arguments: list[Any] = []
-        lines: list[str] = []
+        words: list[str] = []
         for x, group in zip(args, self._inputs, strict=True):
             for value, is_argument in zip(x if group.is_tuple else (x,), group.are_arguments, strict=True):
                 if is_argument:
                     arguments.append(value)
                 elif isinstance(value, str):
-                    lines.append(value)
+                    words.append(value)
                 elif isinstance(value, Objective):
-                    lines.append(value.text)
+                    words.append(value.text)
                 else:  # a bool; torch.compile may make it a symbol as well
-                    lines.append("True" if value else "False")
-        return [*arguments, "\n".join(lines)]
+                    words.append("True" if value else "False")
+        return [*arguments, SEPARATOR.join(words)]
 
     def _parameters(self, flat: tuple[Any, ...]) -> list[Any]:
         """Rebuild the parameters that `flatten` flattened."""
         arguments = iter(flat[:-1])
-        lines = iter(_read(flat[-1], self._lines))
+        words = iter(_read(flat[-1], self._words))
         parameters = []
         for group in self._inputs:
-            values = [next(arguments if is_argument else lines) for is_argument in group.are_arguments]
+            values = [next(arguments if is_argument else words) for is_argument in group.are_arguments]
             parameters.append(group.kind(*values) if group.is_tuple else values[0])
         return parameters
 
@@ -186,8 +187,8 @@ class Operator(Generic[P, R]):
 @functools.lru_cache(maxsize=1024)
 def _read(text: str, hints: tuple[Any, ...]) -> list[Any]:
     """Parse a text that `Operator.flatten` wrote."""
-    lines = text.split("\n") if hints else []
-    return [_READ[hint](line) for hint, line in zip(hints, lines, strict=True)]
+    words = text.split(SEPARATOR) if hints else []
+    return [_READ[hint](word) for hint, word in zip(hints, words, strict=True)]
 
 
 def save(ctx: Any, *tuples: Any) -> None:

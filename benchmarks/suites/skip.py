@@ -109,7 +109,7 @@ def make_trainer(name: str, share: float, config: Record, length: int, folder: s
     digits = {"<pad>": 0, "<eos>": 1, **{str(i): 2 + i for i in range(PROMPTS)}}
     words: Any = Tokenizer(models.WordLevel(digits, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    # In bf16, rounding moves the ratios of this flat policy out of GSPO's window, with both trainers, and differently in
+    # In bf16, rounding moves ratios of this flat policy out of GSPO's window, with both trainers, and differently in
     # every run. In a wide window, all runs have the same gradients.
     window: Record = {"epsilon": 0.2, "epsilon_high": 0.2} if on_gpu else {}
     args = GSPOConfig(

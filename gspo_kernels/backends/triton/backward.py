@@ -101,7 +101,11 @@ class _Gradients:
         if needs.hidden:
             make = torch.empty if self.n else torch.zeros
             self.d_hidden = make(head.hidden.shape, dtype=self.dtype, device=head.hidden.device)
-        self.d_weight = self._zeros(rows_of_weight, self.width, dtype=head.weight.dtype) if needs.weight else None
+        # Likewise the first chunk writes its slab of d_weight. Only the padding of the vocabulary starts at 0.
+        self.d_weight = None
+        if needs.weight:
+            self.d_weight = head.weight.new_empty(rows_of_weight, self.width)
+            self.d_weight[head.vocab_size if self.n else 0 :].zero_()
         self.d_bias = self._zeros(rows_of_weight) if needs.bias else None
         self.d_ah = self._zeros(self.n, rank) if needs.adapter_hidden else None  # of adapter_hidden
         self.d_aw = self._zeros(rows_of_weight, rank) if needs.adapter_weight else None  # of adapter_weight
@@ -121,7 +125,8 @@ class _Gradients:
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
         total = d_weight
         if d_weight is not None and d_weight.dtype != self.dtype and not self.direct:
-            total = self._zeros(high - low, self.width)  # summed over chunks in full precision, rounded once
+            # Summed over chunks in full precision, rounded once.
+            total = d_weight.new_empty(high - low, self.width, dtype=self.dtype)
         for start in range(0, self.n, self.chunk):
             self._add_chunk(slice(start, min(start + self.chunk, self.n)), low, high, total)
         if d_weight is not None and total is not None and total is not d_weight:
@@ -148,7 +153,7 @@ class _Gradients:
         if d_weight is not None and self.direct:
             write_product(d_weight, d_z.t(), hidden)
         elif d_weight is not None:
-            add_product(d_weight, d_z.t(), hidden)
+            add_product(d_weight, d_z.t(), hidden, first=chunk.start == 0)
 
     def scattered(self) -> HeadGradients:
         """Scatter rows and cast, so that gradients have the shapes and dtypes of the head's operands."""

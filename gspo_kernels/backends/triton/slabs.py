@@ -18,6 +18,11 @@ def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
     return 4 + size if unrounded and size < 4 else size
 
 
+# Largest slab of an fp32 head. cuBLAS may add the terms of a product one after another, and a sum over all of a
+# vocabulary of 152k had a relative error of 2.8e-6 on an H200.
+_COLUMNS_OF_FP32 = 16_384
+
+
 class Sizes(NamedTuple):
     """Chunk and slab of a dense backward."""
 
@@ -50,9 +55,10 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
     gather_once = n * width * size <= space // 3
     slab_of_weight = 4 * width if size == 2 and not (direct and chunks.number == 1) else 0
     remaining = space - (n if gather_once else rows) * width * size
+    columns = remaining // (rows * per_element + slab_of_weight)
     tiles = _tiles_of_slab(
         -(-head.vocab_size // config.block_v),
-        remaining // (rows * per_element + slab_of_weight) // config.block_v,
+        (min(columns, _COLUMNS_OF_FP32) if size == 4 else columns) // config.block_v,
         -(-rows // config.block_n),
         multiprocessors(head.hidden.device),
     )

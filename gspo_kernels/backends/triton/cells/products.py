@@ -85,6 +85,7 @@ def hidden_product(
         left = h.to(tl.int64)[None, :] * stride_weight_column
         steps: tl.constexpr = COLUMNS // BLOCK_K
         acc = tl.zeros([BLOCK_N, BLOCK_H], ACC)
+        of_cell = tl.zeros([BLOCK_N, BLOCK_H], ACC)
         for i in range(begin * steps, end * steps):
             j, start = i // steps, (i % steps) * BLOCK_K
             place, tile = (tl.load(block_place + j) - first_cell).to(tl.int64), tl.load(block_tile + j)
@@ -92,8 +93,11 @@ def hidden_product(
             a = tl.load(d_logits + (place * ROWS + n)[:, None] * COLUMNS + (start + k)[None, :])
             b = load_columns(weight + v[:, None] * stride_weight_row + left, h, width, RAGGED=RAGGED)
             a, b = operands(a, b, ACC)
-            if a.dtype == ACC:  # no tensor cores: a sum of shorter sums rounds less than one long sum
-                acc += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
+            if a.dtype == ACC:  # no tensor cores: a sum of a sum per cell rounds less than one sum of V terms
+                of_cell += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
+                complete = start == COLUMNS - BLOCK_K
+                acc = tl.where(complete, acc + of_cell, acc)
+                of_cell = tl.where(complete, 0.0, of_cell)
             else:
                 acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
         row = block * ROWS + n

@@ -20,6 +20,7 @@ LOSS = (
     "gspo_kernels/log_probs.py",
     "gspo_kernels/policy.py",
 )
+KERNELS = ("gspo_kernels/backends/triton/*.py", "gspo_kernels/backends/triton/cells/*.py")
 TIMED = ("benchmarks/candidates.py", "benchmarks/measure.py", "benchmarks/workloads.py")
 TRAINING = (
     "gspo_kernels/advantages.py",
@@ -37,6 +38,7 @@ TRAINING = (
 MOVED_BY = {
     "budgets": (*LOSS, "benchmarks/studies/budgets.py", "benchmarks/studies/policy.py"),
     "compare": TRAINING,
+    "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/suites/bench.py"),
     "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
     "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
     "policy": (*LOSS, "benchmarks/studies/policy.py"),
@@ -63,12 +65,15 @@ def outdated(root: Path) -> list[str]:
     """
     lines = []
     for path in sorted(root.glob("benchmarks/results/*.json")):
-        commit = json.loads(path.read_text())["commit"]
-        names = _git(root, "diff", "--name-only", commit, "--", *MOVED_BY[path.stem.rpartition("-")[0]]).split()
-        changed = [name for name in names if _statements(root, commit, name) != _statements(root, None, name)]
-        if changed:
-            files = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
-            lines.append(f"{path.name}: measured at {commit[:7]}, before changes of {files}")
+        result = json.loads(path.read_text())
+        parts = [x for x in result.get("results", {}).values() if isinstance(x, dict) and "measured" in x]
+        commits = {part["measured"]["commit"] for part in parts} or {result["commit"]}
+        for commit in sorted(commits):
+            names = _git(root, "diff", "--name-only", commit, "--", *MOVED_BY[path.stem.partition("-")[0]]).split()
+            changed = [name for name in names if _statements(root, commit, name) != _statements(root, None, name)]
+            if changed:
+                files = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
+                lines.append(f"{path.name}: measured at {commit[:7]}, before changes of {files}")
     return lines
 
 

@@ -6,9 +6,9 @@
 Both also list results that are older than the code that they measure (`outdated.py`).
 
 `page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
-texts from `tables.py` and `summary.py`. In README.md, only the text between the lines `<!-- measured: results -->` and
-`<!-- end -->` is written. A figure contains the digest of its JSON files, so `--check` need not draw it. The tables of
-docs/scale.md are computed, not measured (`scale.py`).
+texts from `tables.py` and `summary.py`. In README.md, only the texts between the lines `<!-- measured: gpu -->` or
+`<!-- measured: results -->` and `<!-- end -->` are written. A figure contains the digest of its JSON files, so it need
+not be drawn for `--check`. The tables of docs/scale.md are computed, not measured (`scale.py`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ COMPARISON = ROOT / "docs" / "comparison.md"  # written like README.md
 TRL = ROOT / "docs" / "trainers" / "trl.md"  # written like README.md
 PRECISION = ROOT / "docs" / "guides" / "precision.md"  # written like README.md
 TEMPLATE = Path(__file__).with_name("page.md")
-BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
 PRECISION_BLOCK = """{bodies}
 
 - **{for_bf16}.**
 - **{for_fp16}.**
 - {alone}."""
 Draw = Callable[..., None]  # of the results of each source, and the path of the figure
-NO_GPU = "**Nothing here was measured on a GPU.** "
 
 
 def files(suite: str) -> list[Path]:
@@ -67,8 +65,7 @@ def texts() -> dict[Path, str]:
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
-    gpu = "" if any(len(files(suite)) > 1 for suite in SECTIONS) else NO_GPU
-    common = {"gpu": gpu, "helps": summary.helps(first), "loses": summary.loses(first)}
+    common = {"helps": summary.helps(first), "loses": summary.loses(first)}
     common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
     common |= summary.rounding(first)
     for study in ("compare", "moe", "rounding"):
@@ -82,22 +79,24 @@ def texts() -> dict[Path, str]:
     blocks = {README: summary.readme(first), COMPARISON: summary.comparison(first), PRECISION: precision}
     blocks[TRL] = summary.skip(first["skip"])["table"]
     filled = {path: with_block(path.read_text(), block) for path, block in blocks.items()}
+    filled[README] = with_block(filled[README], summary.gpu(first["gpu"]), "gpu")
     return {**filled, PAGE: "\n".join(page), scale.PAGE: scale.page()}
 
 
-def with_block(text: str, block: str) -> str:
-    """Replace the measured block of a page."""
-    return BLOCK.sub(lambda match: f"{match[1]}{block}\n{match[2]}", text)
+def with_block(text: str, block: str, name: str = "results") -> str:
+    """Replace the measured block `name` of a page."""
+    pattern = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda match: f"{match[1]}{block}\n{match[2]}", text)
 
 
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
     """The values of the placeholders in a suite's section, from one JSON file."""
     with naming(path):
         measured = load(path)
-        gpu = measured["machine"].get("gpu")
+        card = measured["machine"].get("gpu")
         results = measured["results"]
         heads = {f"{part}_conditions": conditions(x["measured"]) for part, x in parts(results).items()}
-        heads |= {"on_gpu": f" ({gpu})" if gpu else "", "figure": f"figures/{path.stem}.png"}
+        heads |= {"on_gpu": f" ({card})" if card else "", "figure": f"figures/{path.stem}.png"}
         return {"r": results, "conditions": conditions(measured), **heads, **SECTIONS[suite](results)}
 
 

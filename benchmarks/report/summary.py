@@ -10,14 +10,17 @@ from pathlib import Path
 from .tables import (
     BUDGET,
     CACHED,
+    GPU_GROUPS,
     NAIVE,
     OURS,
     Results,
     by_name,
     candidates_table,
+    compared,
     error_of,
     headline_run,
     mib,
+    milliseconds,
     over_naive,
     shown,
     skip,
@@ -30,6 +33,15 @@ README_ROWS = {
     "TRL cast_lm_head_to_fp32": "TRL 1.16, `cast_lm_head_to_fp32`",
     OURS: "**TRL 1.16 with gspo_kernels**",
     CACHED: "**TRL 1.16 with gspo_kernels**, cache on",
+}
+GPU_ROWS = {
+    NAIVE: "full logits",
+    "TRL fused head": "TRL 1.16 (its fused head)",
+    "Liger fused CE": "Liger's fused cross-entropy, as log-probs",
+    "Liger GRPO loss": "Liger's GRPO loss",
+    OURS: "**gspo_kernels**, cache off",
+    "ours, default cache": "**gspo_kernels** (default)",
+    BUDGET: "**gspo_kernels**, `gradient_budget=1e-3`, cache off",
 }
 SAME_LOG_PROBS = {BUDGET: OURS, CACHED: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> its equal
 SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # in float32 it casts nothing
@@ -186,6 +198,17 @@ def readme(first: Results) -> str:
     return text.format(
         table=table(header, rows), on=part, caches=caches, skip=skip(first["skip"])["table"], **rounding(first)
     )
+
+
+def gpu(results: Results) -> str:
+    """The README's table: time and memory on the head of shape D."""
+    columns = {label: compared(results[group]) for label, group in GPU_GROUPS.items()}
+    rows = []
+    for name, label in GPU_ROWS.items():
+        records = [records.get(name, {}) for records in columns.values()]
+        cells = [f"{milliseconds(r)} ms, {mib(r)} MiB" if r else "-" for r in records]
+        rows.append((label, *cells, error_of(next(filter(None, records)))))
+    return table(("", *columns, "error of the gradients"), rows)
 
 
 def rounding(first: Results) -> dict[str, str]:

@@ -16,6 +16,12 @@ Cell = Callable[[Results], str]
 NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
+# Measurements on a GPU: groups that compare implementations, shapes, kernels, products, and the tiles' block shape.
+GPU_GROUPS = {"rl-like, 8,192 tokens": "rl-8k", "rl-like, 32,768 tokens": "rl-32k", "dense, 8,192 tokens": "D"}
+GPU_SHAPES = ("D", "A", "C")
+KERNELS = ("kernel forward_tile", "kernel gradient_tile")
+PRODUCTS = ("vendor h W'", "vendor d_logits W", "vendor d_logits' h")
+IN_USE = {"block_n": 128, "block_v": 256, "block_h": 64, "warps": 8, "stages": 4, "group": 8}
 
 
 def shown(name: str) -> str:
@@ -251,9 +257,78 @@ def budgets(results: Results) -> Texts:
     }
 
 
+def compared(group: Results) -> Results:
+    """The implementations that a group compares, by name."""
+    return {record["name"]: record for record in group["results"] if "name" in record}
+
+
+def milliseconds(record: Results) -> str:
+    return f"{1e3 * record['seconds']:.1f}" if "seconds" in record else "-"
+
+
+def all_compared(results: Results) -> str:
+    """Time and memory of every implementation, for every group that compares some."""
+    columns = {name: compared(group) for name, group in results.items() if name in (*GPU_GROUPS.values(), *GPU_SHAPES)}
+    names = dict.fromkeys(name for records in columns.values() for name in records)
+    header = [f"{group}: {next(iter(x.values()))['batch']}" for group, x in columns.items()]
+    cell = "{}; {}".format
+    rows = [
+        (shown(n), *(cell(milliseconds(x[n]), mib(x[n])) if n in x else "-" for x in columns.values())) for n in names
+    ]
+    return table(("milliseconds; peak MiB", *header), rows)
+
+
+def rates(results: Results) -> str:
+    """TFLOP/s of our two kernels with matrix products, and of the vendor's products of the same size."""
+    rows = []
+    for shape in GPU_SHAPES:
+        ours = {r["what"]: r for r in results[shape]["results"] if r["batch"] == "dense"}
+        vendor = {r["what"]: r for r in results["ceilings"]["results"] if r.get("shape") == shape}
+        records = [*(ours[kernel] for kernel in KERNELS), *(vendor[product] for product in PRODUCTS)]
+        rows.append((shape, *(f"{record['TFLOP/s']:.0f}" for record in records)))
+    names = ("forward tile", "gradient tile", "cuBLAS, h W^T", "cuBLAS, d_logits W", "cuBLAS, d_logits^T h")
+    return table(("shape", *names), rows)
+
+
+def passes(results: Results) -> str:
+    """Times of our loss: forward, backward and both, dense and RL-like."""
+    whats = ("ours forward", "ours backward", "ours both", "ours both, default cache")
+    rows = []
+    for shape in GPU_SHAPES:
+        for batch in ("dense", "rl-like"):
+            found = {r["what"]: r for r in results[shape]["results"] if r["batch"] == batch}
+            rows.append((f"{shape}, {batch}", *(milliseconds(found[what]) for what in whats)))
+    return table(("milliseconds", "forward", "backward", "both", "both, default cache"), rows)
+
+
+def gpu(results: Results) -> Texts:
+    state = results["rl-8k"]["measured"]["gpu state"]
+    errors: dict[bool, list[float]] = {True: [], False: []}  # of ours, and of others
+    for name in (*GPU_GROUPS.values(), *GPU_SHAPES):
+        for record in compared(results[name]).values():
+            errors[record["against"] == "ours"].append(record["error"]["worst"])
+    tunings = [x["results"] for name, x in results.items() if name.startswith("tune")]
+    gains = []
+    for tried in tunings:
+        used = next(r["seconds"] for r in tried if IN_USE.items() <= r["config"].items() and r["config"]["descriptors"])
+        gains.append(1 - min(r["seconds"] for r in tried) / used)
+    return {
+        "compared": all_compared(results),
+        "rates": rates(results),
+        "passes": passes(results),
+        "copy": f"{results['ceilings']['results'][0]['TB/s']:.1f}",
+        "clock": f"{state['SM MHz']['least']:.0f} to {state['SM MHz']['most']:.0f} MHz",
+        "power": f"{state['W']['most']:.0f} W",
+        "tuned": ", ".join(str(len(tried)) for tried in tunings),
+        "gain": percent(max(gains)),
+        "our_errors": f"{min(errors[True]):.1e} to {max(errors[True]):.1e}",
+        "other_errors": f"{min(errors[False]):.1e} to {max(errors[False]):.1e}",
+    }
+
+
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
-    "precision": precision, "fidelity": fidelity, "budgets": budgets,
+    "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu,
     **dict.fromkeys(
         ("compare", "moe", "rounding"),
         lambda results: {"table": table(*compare_report.rows(results))},

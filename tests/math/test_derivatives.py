@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.device import on_device
+from helpers.device import on_device, to_device
 from helpers.samples import make_sample
 from tolerance import CENTRAL_DIFFERENCE_RELATIVE, FLOAT64_RELATIVE
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def scalar(name: str, backend: str, tensors: dict[str, Any]) -> Tensor:
     """Return the loss, or the sum of squares of the log-probs."""
     function = getattr(gspo_kernels, name)
     options = {} if name == "linear_log_probs" else {"objective": OBJECTIVE}
-    out = function(**tensors, backend=backend, **options)
+    out = to_device(function(**to_device(tensors), backend=backend, **options), "cpu")
     return out.log_probs.square().sum() if name == "linear_log_probs" else out.loss
 
 

@@ -143,7 +143,7 @@ def planned(names: list[str], minutes: float) -> str:
     chosen = {name: GROUPS[name] for name in names}
     lines = [f"{name:27}{x.seconds:5.0f} s, at most {x.deadline:4.0f} s: {x.what}" for name, x in chosen.items()]
     total = sum(group.seconds for group in chosen.values())
-    lines += [f"{'':27}{total:5.0f} s, estimated from counted operations for an H200; not measured", ""]
+    lines += [f"{'':27}{total:5.0f} s, estimated from counted operations for an H200", ""]
     if total > 60 * minutes:
         lines.append(f"This is more than --minutes {minutes:g}: start the command again, or give more minutes.")
     lines.append(f"It stops after --minutes {minutes:g}. Start it again to continue: finished groups are kept.")
@@ -152,7 +152,7 @@ def planned(names: list[str], minutes: float) -> str:
         "Install first: pip install '.[bench,test]'. ncu is optional: without it, the group profile is skipped."
     )
     if "checks" not in names:
-        lines.append(f"checks is not in the list and takes about 8 minutes. Run it first: {this} checks --minutes 15")
+        lines.append(f"checks is not in the list and takes about 3 minutes. Run it first: {this} checks")
     name, needed = gibibytes(names)
     if needed:
         lines.append(f"{name} needs the most GPU memory: about {needed} GiB for naive GSPO, computed, not measured.")

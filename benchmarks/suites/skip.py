@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -128,10 +129,8 @@ def make_trainer(name: str, share: float, config: Record, length: int, folder: s
     )
 
 
-def compare(
-    rounds: int, config: Record = QWEN2, length: int = LENGTH, tick: Tick = say, device: torch.device = CPU
-) -> Record:
-    """Measure rollouts of both trainers for each share. The first round is not timed."""
+def compare(rounds: int, config: Record, length: int, device: torch.device, tick: Tick = say) -> Iterator[Record]:
+    """Measure rollouts of both trainers for each share. Yield the results after every round; round 0 is not timed."""
     runs: dict[float, list[tuple[Record, Record]]] = {share: [] for share in SHARES}
     for number in range(rounds + 1):
         for share in SHARES:
@@ -139,8 +138,9 @@ def compare(
             stock, ours = (rollout_of(name, share, config, length, device) for name in (STOCK, OURS))
             if number:
                 runs[share].append((stock, ours))
-    on = {"model": config, "answers": PROMPTS * GROUP, "tokens": length, "updates": UPDATES, "rounds": rounds}
-    return {**on, "shares": [record_of(share, pairs) for share, pairs in runs.items()]}
+        if number:
+            on = {"model": config, "answers": PROMPTS * GROUP, "tokens": length, "updates": UPDATES, "rounds": number}
+            yield {**on, "shares": [record_of(share, pairs) for share, pairs in runs.items()]}
 
 
 def record_of(share: float, pairs: list[tuple[Record, Record]]) -> Record:
@@ -170,13 +170,13 @@ def main() -> None:
     check_packages("gspo_kernels.benchmarks skip")
     device = options.device
     output = destination("skip", device, options.output, options.tiny)
+    model, length = (QWEN2, LENGTH) if device == CPU else (QWEN2_1B, LENGTH_ON_GPU)
+    if options.tiny:
+        model, length = TINY, 8
     if device == CPU:
         torch.set_num_threads(1)
-    large = {} if device == CPU else {"config": QWEN2_1B, "length": LENGTH_ON_GPU}
-    tiny = {"config": TINY, "length": 8} if options.tiny else {}
-    rounds = 1 if options.tiny else options.rounds
-    results = compare(rounds, **large | tiny, device=device)
-    print(save("skip", device, results, output))
     allowed = DIFFER if device == CPU else DIFFER_IN_BF16
-    if not max(record["norm difference"] for record in results["shares"]) <= allowed:
-        sys.exit(f"a gradient norm of {OURS} differs from {STOCK}'s by more than {allowed:g}, see {output}")
+    for results in compare(1 if options.tiny else options.rounds, model, length, device):
+        print(save("skip", device, results, output))
+        if not max(record["norm difference"] for record in results["shares"]) <= allowed:
+            sys.exit(f"a gradient norm of {OURS} differs from {STOCK}'s by more than {allowed:g}, see {output}")

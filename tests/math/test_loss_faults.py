@@ -136,8 +136,8 @@ def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, 
 def test_log_probs_are_rounded_once(backend: str) -> None:
     """The RMS error is that of a single rounding, because the rounding errors of two differences are added back.
 
-    Errors are in units in the last place of the log-prob. A GPU's exp and log are less precise, so its kernels must only
-    stay within the limit for log-probs.
+    Errors are in units in the last place of the log-prob. A GPU's exp and log are less precise, so kernels on a GPU
+    must only stay within the limit for log-probs.
     """
     approximate = DEVICE.type == "cuda" and backend == "triton"
     errors = []

@@ -73,7 +73,7 @@ _HALF |= {name: _HALF[other] for name, other in SAME_AS.items()}
 _SINGLE = dict.fromkeys(ARCHITECTURES, _Blocks(*[Config(64, 128, 32, 8, 2, chain=256)] * 4))
 _SINGLE["sm_80"] = _Blocks(*[Config(64, 128, 16, 8, 2, chain=256)] * 4)
 _DOUBLE = dict.fromkeys(ARCHITECTURES, _Blocks(*[Config(64, 64, 16, 8, 2)] * 4))
-_DOUBLE["sm_103"] = _Blocks(*[Config(32, 64, 16, 4, 2)] * 4)
+_DOUBLE["sm_103"] = _Blocks(*[Config(32, 64, 16, 8, 2)] * 4)
 
 # Block-sparse products, by bytes per element: rows and columns of the result, and elements summed at a time.
 _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Config(32, 64, 16, 8, 2)}

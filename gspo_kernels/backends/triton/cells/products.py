@@ -93,7 +93,7 @@ def hidden_product(
             a = tl.load(d_logits + (place * ROWS + n)[:, None] * COLUMNS + (start + k)[None, :])
             b = load_columns(weight + v[:, None] * stride_weight_row + left, h, width, RAGGED=RAGGED)
             a, b = operands(a, b, ACC)
-            if a.dtype == ACC:  # no tensor cores: a sum of a sum per cell rounds less than one sum of V terms
+            if a.dtype == tl.float32:  # no tensor cores: a sum of a sum per cell rounds less than one sum of V terms
                 of_cell += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
                 complete = start == COLUMNS - BLOCK_K
                 acc = tl.where(complete, acc + of_cell, acc)

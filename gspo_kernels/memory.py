@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .backends import dispatch
 from .backends.rows import HeadRows
-from .backends.workspace import cache_of_device, cache_variable, workspace_bytes
+from .backends.workspace import CACHE_DIVISOR, cache_of_device, cache_variable, workspace_bytes
 from .layout import accumulator
 from .ranks.shards import Shard, shard_of
 from .validation import TensorChecks
 
 MIB = 2**20
 PADDED_TO = 128  # Megatron's default for --make-vocab-size-divisible-by, which it multiplies by the number of ranks
+MEMORY_GIB = (80, 140)  # total memory of the GPUs for which the default is shown if there is none here
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # cache sizes in the table, as shares of a cache for all rows
 # The RL-like step: 3 of 8 sequences have no gradient. 2 of them have advantage 0, which is known before the forward, so
 # nothing is kept for them. 1 is clipped; its exponentials still take up space in the cache.
@@ -211,6 +212,15 @@ def full_cache_mib(head: HeadRows, backend: str) -> int:
     return bisect_left(range(most + 1), n, key=lambda mib: kernels.cache_rows(head, mib * MIB))
 
 
+def tokens_that_fit(head: HeadRows, backend: str, cache_mib: int) -> int:
+    """The most rows per rank whose exponentials all fit `cache_mib`, so that a dense step takes 3 passes.
+
+    Call it under a FakeTensorMode, because it makes hidden states of any size.
+    """
+    endless = head._replace(hidden=head.hidden.new_empty(2**31, head.hidden.shape[1]))
+    return dispatch.implementation(backend).cache_rows(endless, cache_mib * MIB)
+
+
 def passes(kept_rows: float) -> tuple[float, float]:
     """Count the passes of a dense step and of an RL-like step, if a share `kept_rows` of all rows fits the cache.
 
@@ -254,6 +264,7 @@ class Plan:
     sizes: list[Size]
     default: Size | None  # the default of `cache_mib` on this machine; None if it depends on a GPU that is absent
     default_source: str
+    tokens_that_fit: dict[int, int]  # by `cache_mib`: the default, or those of GPUs with MEMORY_GIB; without 0
     bound: Bound  # without a cache
     inputs: dict[str, int]  # bytes of hidden states and of the rank's part of the head
     collectives: list[Collective]
@@ -273,6 +284,7 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
         head, with_entropies = batch.head(dtype, device), batch.head(dtype, device, entropy=True)
         n, width = head.hidden.shape
         columns = head.vocab_size
+        caches = [gib * 1024 // CACHE_DIVISOR for gib in MEMORY_GIB] if default is None else [default]
         of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if batch.tp * batch.cp > 1 else ""
         vocab = f"{head.weight.shape[0]:,} rows of V = {batch.vocab:,}" if head.shard else f"V = {batch.vocab:,}"
         name = str(dtype).removeprefix("torch.")
@@ -282,6 +294,7 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
             sizes=sizes(head, backend),
             default=None if default is None else size(head, backend, default, full_cache_mib(head, backend)),
             default_source=source,
+            tokens_that_fit={mib: tokens_that_fit(head, backend, mib) for mib in caches if mib},
             bound=bound(head, backend, 0),
             inputs={"hidden": head.hidden.nbytes, "weight": head.weight.nbytes},
             collectives=collectives(head, backend, batch.cp, caches=True),

@@ -147,6 +147,7 @@ def memory_of(
     details = {
         "sizes": [asdict(x) for x in planned.sizes],
         "default": asdict(planned.default) if planned.default else None,
+        "tokens_that_fit": planned.tokens_that_fit,
         "bound_mib": _mib(asdict(planned.bound)),
         "inputs_mib": _mib(planned.inputs),
         "operations_per_pass": planned.operations_per_pass,
@@ -162,17 +163,22 @@ def _mib(sizes: dict[str, int]) -> dict[str, float]:
 
 def _lines_of(planned: Any) -> list[str]:
     """Format the lines that follow the table of a `memory.Plan`."""
+    from ... import memory
 
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
-    default = f"The default of cache_mib is {planned.default_source}."
+    gpus = " and ".join(f"{gib} GiB" for gib in memory.MEMORY_GIB)
+    fits = " and ".join(f"{tokens:,} tokens with {mib}" for mib, tokens in planned.tokens_that_fit.items())
+    default = f"The default of cache_mib is {planned.default_source}. It keeps all rows of up to {fits} MiB ({gpus})."
     if (x := planned.default) is not None:
         default = (
             f"The default here is cache_mib={x.cache_mib} ({planned.default_source}). It keeps {x.kept_rows:.0%} of "
             f"the rows: {x.passes_dense:.2f} passes in a dense step, {x.passes_rl_like:.2f} in an RL-like one, and a "
             f"peak of at most {x.peak_mib:,.0f} MiB."
         )
+        if x.cache_mib:
+            default += f" It keeps all rows of up to {planned.tokens_that_fit[x.cache_mib]:,} tokens."
     lines = [
         default,
         f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}. RL-like: 3 of 8 sequences have no "

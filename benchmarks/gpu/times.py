@@ -37,6 +37,7 @@ PRODUCTS = ("h W'", "d_logits W", "d_logits' h")  # of N x H x V
 WITH_CACHE = (
     ours_at(0.0, "ours, default cache", None),
     ours_at(1e-3, "ours, budget 1e-3, default cache", None),
+    ours_at(0.0, "ours, all in the cache", 2**20),
 )
 Measurement = tuple[str, Callable[[], list[Record]]]  # name, and the function that measures
 Step = Callable[[], object]
@@ -156,7 +157,7 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
 def steps(setting: Setting, name: str) -> Iterator[Measurement]:
     """Measure passes and kernels of a dense and an RL-like batch, then errors, times and memory of full logits.
 
-    On shape D, TRL and Liger are measured too.
+    On shape D, TRL, Liger and the compiled loss are measured too.
     """
     shape = setting.shapes[name]
     policy = peaked.make(*shape, device=setting.device)
@@ -167,7 +168,7 @@ def steps(setting: Setting, name: str) -> Iterator[Measurement]:
         operations = {"forward_tile": shape.operations, "gradient_tile": live * shape.operations}
         yield batch, partial(time_step, setting, w, {"shape": name, "batch": batch}, operations)
     del policy
-    packages = ("naive", "trl", "liger", "ours") if name == "D" else ("naive", "ours")
+    packages = ("naive", "compile", "trl", "liger", "ours") if name == "D" else ("naive", "ours")
     chosen = [c for c in installed(setting) if c.against in packages]
     yield compared(setting, name, shape.rows, "dense", chosen)
 
@@ -212,7 +213,7 @@ def packages(setting: Setting, size: int) -> Iterator[Measurement]:
 
     The smallest batch also has the packages that tune their kernels for minutes, or loop over sequences.
     """
-    chosen = installed(setting)
+    chosen = [c for c in installed(setting) if c.against != "compile"]
     if size > 0:
         chosen = [c for c in chosen if c.against in ("naive", "trl", "liger", "ours") and not c.compiles]
     yield compared(setting, "D", setting.tokens[size], "rl-like", chosen)
@@ -220,7 +221,7 @@ def packages(setting: Setting, size: int) -> Iterator[Measurement]:
 
 def installed(setting: Setting) -> list[Candidate]:
     """The candidates to compare: naive GSPO, ours, and on a GPU the other packages. A dry run imports none of them."""
-    chosen = [c for c in ALL.values() if not (c.per_token or c.against == "compile")]
+    chosen = [c for c in ALL.values() if not c.per_token]
     if not setting.on_gpu:
         chosen = [c for c in chosen if c.against in ("naive", "ours")]
     return [*chosen, *WITH_CACHE]
@@ -315,9 +316,10 @@ def profile(setting: Setting) -> Iterator[Measurement]:
 
 
 def checks(setting: Setting) -> Iterator[Measurement]:
-    """Run the tests that need a GPU: first the kernels at a model's sizes, then all others. The log names each test."""
+    """Run the tests that need a GPU: first the kernels at a model's sizes. The log has the failures after each part."""
     first = ["tests/backends/test_gpu.py", "tests/backends/test_model_sizes.py"]
-    parts = {"kernels": first, "other tests": ["tests", *(f"--ignore={path}" for path in first)]}
+    others = ["tests/api", "tests/backends", "tests/benchmarks", *(f"--ignore={path}" for path in first)]
+    parts = {"kernels": first, "backends": others, "math": ["tests/math"]}
 
     def run(what: str) -> list[Record]:
         options = ["-n", "12", "--dist", "worksteal", "-v"] if setting.on_gpu else ["--collect-only", "-q"]

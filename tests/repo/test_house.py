@@ -33,25 +33,18 @@ print(out.log_probs.exp().round(decimals=4).tolist())
     assert run_python(code).startswith("[[0.2")
 
 
-def test_help_takes_under_half_a_second_and_does_not_import_torch() -> None:
+def test_help_imports_no_package_that_takes_long() -> None:
     code = """
-import sys, time
-start = time.process_time()
+import sys
 from gspo_kernels.tools.cli import app
 try:
     app(["--help"])
 except SystemExit:
     pass
-print(time.process_time() - start, "torch" in sys.modules)
+print(sorted({"datasets", "matplotlib", "numpy", "torch", "transformers", "triton", "trl"} & sys.modules.keys()))
 """
-    seconds = "inf"
-    for _ in range(10):
-        *text, last = run_python(code).splitlines()
-        seconds, has_torch = last.split()
-        assert "train" in " ".join(text) and has_torch == "False"
-        if float(seconds) < 0.5:
-            return
-    raise AssertionError(f"gspo --help takes {seconds} s of processor time")
+    *text, imported = run_python(code).splitlines()
+    assert "train" in " ".join(text) and imported == "[]"
 
 
 # Loads a second copy as the `kernels` package does, and compares results and gradients of both copies.

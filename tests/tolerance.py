@@ -159,7 +159,7 @@ def truncation(device: torch.device, dtype: torch.dtype, width: int, largest_log
 
     All logits move toward zero by the same share, so a log-prob moves by this share of the target's distance from the
     mean logit. In the model, Hopper's additions cause a quarter of this error, and Ampere's less than half. On an H200,
-    log-probs stayed below LOG_PROB_RMS_ON_GPUS plus this limit.
+    log-probs of models' heads stayed below LOG_PROB_RMS_ON_GPUS plus this limit.
     """
     on_tensor_cores = device.type != "cpu" and dtype.itemsize == 2
     return width / 8 * 2.0**-26 * largest_logit if on_tensor_cores else 0.0

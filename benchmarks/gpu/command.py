@@ -3,7 +3,7 @@
     python -m gspo_kernels.benchmarks gpu            the groups of measurements for ten minutes of a GPU
     python -m gspo_kernels.benchmarks gpu --plan     list the groups with estimated seconds; needs no GPU
     python -m gspo_kernels.benchmarks gpu checks     the tests that need a GPU; run them first
-    python -m gspo_kernels.benchmarks gpu A rl       only these groups; rl stands for rl-4k and rl-8k
+    python -m gspo_kernels.benchmarks gpu A rl       only these groups; rl stands for rl-4k, rl-8k and rl-32k
     python -m gspo_kernels.benchmarks gpu tune       rank block shapes
 
 The versions in use, and the packages that are not installed, are printed first. Each group runs in a process of its
@@ -19,6 +19,7 @@ A dry run: `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --tiny --de
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -118,7 +119,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("groups", nargs="*", help="groups to measure (default: all but checks and tune)")
     parser.add_argument("--plan", action="store_true", help="list the groups with estimated seconds, measure nothing")
     parser.add_argument("--again", action="store_true", help="repeat groups whose record would be kept")
-    parser.add_argument("--minutes", type=float, default=9.5, help="stop after so many minutes (default 9.5)")
+    parser.add_argument("--minutes", type=minutes, default=9.5, help="stop after so many minutes (default 9.5)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run (default cuda)")
     parser.add_argument("--in-process", action="store_true", help="run the groups in this process, for a debugger")
     options = parser.parse_args()
@@ -130,11 +131,22 @@ def parsed() -> argparse.Namespace:
         if options.device == "cuda" and not torch.cuda.is_available():
             parser.error("--device: PyTorch sees no GPU; see --plan, or give --device cpu for a dry run")
         if options.device == "cpu" and (obstacle := triton_obstacle(CPU)):
-            parser.error(obstacle)
+            parser.error(f"--device: {obstacle}")
         dry = options.tiny or INTERPRETED
         output = options.output or (None if dry else Path("runs") / "gpu.json")
         options.output = destination("gpu", CPU, output, dry).resolve()
     return options
+
+
+def minutes(text: str) -> float:
+    """Parse a number of minutes above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, got {text!r}")
+    return number
 
 
 def planned(names: list[str], minutes: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import shutil
 import statistics
 import subprocess
@@ -63,7 +64,7 @@ def all_groups() -> dict[str, Group]:
         groups[f"cells-{name}"] = Group(what, partial(times.cells, name=name), seconds(6, 16 * RUNS))
     for n, (name, tokens) in enumerate(zip(RL, FULL.tokens, strict=True)):
         size = SHAPES["D"]._replace(rows=tokens).operations / SHAPES["A"].operations
-        candidates = 7 if n else len(ALL)
+        candidates = 8 if n else len(ALL)
         what = f"RL-like, {tokens} tokens, head of D: " + ("ours, full logits, TRL, Liger" if n else "all packages")
         estimate = seconds(8, 4 * candidates * (times.ROUNDS + 4) * size, 8 * size, more=0 if n else 60)
         groups[name] = Group(what, partial(times.packages, size=n), estimate)
@@ -156,7 +157,9 @@ def watched(setting: Setting) -> Iterator[Record]:
         yield state
         return
     names = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active", "utilization.gpu")
-    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-lms", "500"]
+    uuid = str(torch.cuda.get_device_properties(setting.device).uuid)
+    query = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={','.join(names)}"]
+    query += ["--format=csv,noheader,nounits", "-lms", "500"]
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(query, stdout=out, stderr=subprocess.DEVNULL)
         try:
@@ -166,7 +169,8 @@ def watched(setting: Setting) -> Iterator[Record]:
             process.wait()
         out.seek(0)
         rows = [line.strip().split(", ") for line in out if line.count(", ") == len(names) - 1]
-    busy = [row for row in rows if row[4].isdigit() and int(row[4]) > 50]
+    number = re.compile(r"\d+(\.\d+)?").fullmatch  # a card may report [N/A]
+    busy = [row for row in rows if all(map(number, row[:3])) and row[4].isdigit() and int(row[4]) > 50]
     if busy:
         clocks, power, heat = ([float(row[i]) for row in busy] for i in range(3))
         state["gpu state"] = {

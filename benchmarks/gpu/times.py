@@ -318,8 +318,8 @@ def profile(setting: Setting) -> Iterator[Measurement]:
 def checks(setting: Setting) -> Iterator[Measurement]:
     """Run the tests that need a GPU: first the kernels at a model's sizes. The log has the failures after each part."""
     first = ["tests/backends/test_gpu.py", "tests/backends/test_model_sizes.py"]
-    others = ["tests/api", "tests/backends", "tests/benchmarks", *(f"--ignore={path}" for path in first)]
-    parts = {"kernels": first, "backends": others, "math": ["tests/math"]}
+    others = ["tests", "--ignore=tests/math", *(f"--ignore={path}" for path in first)]
+    parts = {"kernels": first, "others": others, "math": ["tests/math"]}
 
     def run(what: str) -> list[Record]:
         options = ["-n", "12", "--dist", "worksteal", "-v"] if setting.on_gpu else ["--collect-only", "-q"]

@@ -38,7 +38,7 @@ TRAINING = (
 MOVED_BY = {
     "budgets": (*LOSS, "benchmarks/studies/budgets.py", "benchmarks/studies/policy.py"),
     "compare": TRAINING,
-    "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/suites/bench.py"),
+    "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/peaked.py", "benchmarks/peers.py"),
     "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
     "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
     "policy": (*LOSS, "benchmarks/studies/policy.py"),

@@ -208,7 +208,7 @@ def gpu(results: Results) -> str:
         records = [records.get(name, {}) for records in columns.values()]
         cells = [f"{milliseconds(r)} ms, {mib(r)} MiB" if r else "-" for r in records]
         rows.append((label, *cells, error_of(next(filter(None, records)))))
-    return table(("", *columns, "error of the gradients"), rows)
+    return table(("", *columns, "relative error of the gradients"), rows)
 
 
 def rounding(first: Results) -> dict[str, str]:

@@ -16,12 +16,11 @@ Cell = Callable[[Results], str]
 NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
-# Measurements on a GPU: groups that compare implementations, shapes, kernels, products, and the tiles' block shape.
+# Measurements on a GPU: groups that compare implementations, shapes, kernels, and products.
 GPU_GROUPS = {"rl-like, 8,192 tokens": "rl-8k", "rl-like, 32,768 tokens": "rl-32k", "dense, 8,192 tokens": "D"}
 GPU_SHAPES = ("D", "A", "C")
 KERNELS = ("kernel forward_tile", "kernel gradient_tile")
 PRODUCTS = ("vendor h W'", "vendor d_logits W", "vendor d_logits' h")
-IN_USE = {"block_n": 128, "block_v": 256, "block_h": 64, "warps": 8, "stages": 4, "group": 8}
 
 
 def shown(name: str) -> str:
@@ -307,11 +306,6 @@ def gpu(results: Results) -> Texts:
     for name in (*GPU_GROUPS.values(), *GPU_SHAPES):
         for record in compared(results[name]).values():
             errors[record["against"] == "ours"].append(record["error"]["worst"])
-    tunings = [x["results"] for name, x in results.items() if name.startswith("tune")]
-    gains = []
-    for tried in tunings:
-        used = next(r["seconds"] for r in tried if IN_USE.items() <= r["config"].items() and r["config"]["descriptors"])
-        gains.append(1 - min(r["seconds"] for r in tried) / used)
     return {
         "compared": all_compared(results),
         "rates": rates(results),
@@ -319,8 +313,6 @@ def gpu(results: Results) -> Texts:
         "copy": f"{results['ceilings']['results'][0]['TB/s']:.1f}",
         "clock": f"{state['SM MHz']['least']:.0f} to {state['SM MHz']['most']:.0f} MHz",
         "power": f"{state['W']['most']:.0f} W",
-        "tuned": ", ".join(str(len(tried)) for tried in tunings),
-        "gain": percent(max(gains)),
         "our_errors": f"{min(errors[True]):.1e} to {max(errors[True]):.1e}",
         "other_errors": f"{min(errors[False]):.1e} to {max(errors[False]):.1e}",
     }

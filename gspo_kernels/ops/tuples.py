@@ -152,7 +152,9 @@ class Operator(Generic[P, R]):
                     words.append(value.text)
                 else:  # a bool; torch.compile may make it a symbol as well
                     words.append("True" if value else "False")
-        return [*arguments, SEPARATOR.join(words)]
+        text = SEPARATOR.join(words)
+        assert text.count(SEPARATOR) == max(len(words) - 1, 0) and "\n" not in text, f"{self.name}: {words}"
+        return [*arguments, text]
 
     def _parameters(self, flat: tuple[Any, ...]) -> list[Any]:
         """Rebuild the parameters that `flatten` flattened."""

@@ -155,9 +155,7 @@ def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch)
     assert line.format(0, "on a CPU", "0%", "4.00") not in run("--memory", BATCH, "--architecture", "sm_90")[1]
     # 1/64 of 80 GiB holds 34 blocks of 128 rows x 151,936 columns, padded to 152,064, of 2 bytes.
     out = run("--memory", "8192,4096,151936", "--architecture", "sm_90")[1]
-    assert (
-        "1/64 of the GPU's total memory. It keeps all rows of up to 4,352 tokens with 1280 and 7,680 tokens with" in out
-    )
+    assert "On a GPU with 80 GiB, it is 1,280 MiB and holds all rows of up to 4,352 tokens." in out
     monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
     assert "The default here is cache_mib=2001 (GSPO_CACHE_MIB)" in run(*LLAMA)[1]
     assert json.loads(run("--json", *LLAMA)[1])["default"]["kept_rows"] == pytest.approx(1 / 4, abs=0.01)

@@ -58,8 +58,9 @@ _HOPPER = _Blocks(
     Config(128, 128, 64, 8, 4, descriptors=True),
     Config(64, 128, 64, 8, 4, descriptors=True),
 )
-# Chosen so that no registers spill and the architecture's matrix instructions are used. On an H200, no other shape was
-# faster by more than 4 % (benchmarks/NOTES.md). On other GPUs, the speed has not been measured.
+# Chosen so that no registers spill and the architecture's matrix instructions are used. In bf16 on an H200, no other
+# shape was faster by more than 4 % (forward at H = 4,096 and 896, gradient at 4,096; benchmarks/NOTES.md). On other
+# GPUs, the speed has not been measured.
 _HALF = {
     "sm_80": _ampere(stages=4),
     "sm_89": _ampere(stages=3),

@@ -168,9 +168,10 @@ def _lines_of(planned: Any) -> list[str]:
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
-    gpus = " and ".join(f"{gib} GiB" for gib in memory.MEMORY_GIB)
-    fits = " and ".join(f"{tokens:,} tokens with {mib}" for mib, tokens in planned.tokens_that_fit.items())
-    default = f"The default of cache_mib is {planned.default_source}. It keeps all rows of up to {fits} MiB ({gpus})."
+    default = f"The default of cache_mib is {planned.default_source}."
+    if planned.default is None:
+        for gib, (mib, tokens) in zip(memory.MEMORY_GIB, planned.tokens_that_fit.items(), strict=True):
+            default += f" On a GPU with {gib} GiB, it is {mib:,} MiB and holds all rows of up to {tokens:,} tokens."
     if (x := planned.default) is not None:
         default = (
             f"The default here is cache_mib={x.cache_mib} ({planned.default_source}). It keeps {x.kept_rows:.0%} of "

@@ -153,7 +153,8 @@ def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch)
     line = "The default here is cache_mib={} ({}). It keeps {} of the rows: {} passes in a dense step"
     assert line.format(0, "on a CPU", "0%", "4.00") in run("--memory", BATCH)[1]
     assert line.format(0, "on a CPU", "0%", "4.00") not in run("--memory", BATCH, "--architecture", "sm_90")[1]
-    # 1/64 of 80 GiB holds 34 blocks of 128 rows x 151,936 columns, padded to 152,064, of 2 bytes.
+    assert "The default of cache_mib is 1/64 of the GPU's total memory." in run(*LLAMA)[1]
+    # A block has 128 rows of 152,064 bf16 numbers: V, padded to a multiple of 256. 34 blocks fit into 1/64 of 80 GiB.
     out = run("--memory", "8192,4096,151936", "--architecture", "sm_90")[1]
     assert "On a GPU with 80 GiB, it is 1,280 MiB and holds all rows of up to 4,352 tokens." in out
     monkeypatch.setenv("GSPO_CACHE_MIB", "2001")

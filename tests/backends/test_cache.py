@@ -60,6 +60,7 @@ def log_probs_and_gradients(head: Any, upstream: Any, backend: str, cache_bytes:
         slow("fp16", "tail"),
     ],
 )
+@small_tiles(128, 4032)  # as on a CPU: the torch backend's tiles on a GPU have more rows than this batch
 def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
     dtype: str, options: str, backend: str
 ) -> None:
@@ -74,9 +75,7 @@ def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
         assert 0 < kernels.cache_rows(head, size)
         ours = log_probs_and_gradients(head, upstream, backend, size)
         for name in ("log_probs", "entropy"):
-            # cuBLAS rounds by the number of rows, so on a GPU only the kernels have the same bits.
-            same_bits = backend == "triton" or DEVICE.type == "cpu"
-            assert name not in ours or not same_bits or torch.equal(ours[name], none[name])
+            assert name not in ours or torch.equal(ours[name], none[name])
         assert_law(head, ours, same, truth)
         assert (metrics.last_backward()["passes"] == 1 + 2 * metrics.last_backward()["live_row_share"]) == (
             size == 1 << 24

@@ -116,7 +116,7 @@ def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: flo
 
 
 def ours_at(budget: float, name: str, cache_mib: int | None = 0) -> Candidate:
-    """The candidate that runs our fused loss with this gradient budget and cache. None is the library's default."""
+    """The candidate that runs our fused loss with this budget and cache. With None, the cache has its default size."""
     loss = partial(_our_loss, budget=budget, cache_mib=cache_mib)
     return Candidate(name, "ours", _our_log_probs, loss, "gspo-kernels", budget=budget)
 

@@ -24,7 +24,7 @@ from .validation import TensorChecks
 
 MIB = 2**20
 PADDED_TO = 128  # Megatron's default for --make-vocab-size-divisible-by, which it multiplies by the number of ranks
-MEMORY_GIB = (80, 140)  # total memory of the GPUs for which the default is shown if there is none here
+MEMORY_GIB = (80, 140)  # GPU memory sizes for which the plan lists the default cache if this machine has no GPU
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # cache sizes in the table, as shares of a cache for all rows
 # The RL-like step: 3 of 8 sequences have no gradient. 2 of them have advantage 0, which is known before the forward, so
 # nothing is kept for them. 1 is clipped; its exponentials still take up space in the cache.
@@ -264,7 +264,7 @@ class Plan:
     sizes: list[Size]
     default: Size | None  # the default of `cache_mib` on this machine; None if it depends on a GPU that is absent
     default_source: str
-    tokens_that_fit: dict[int, int]  # by `cache_mib`: the default, or those of GPUs with MEMORY_GIB; without 0
+    tokens_that_fit: dict[int, int]  # `cache_mib` -> tokens; for the default, or without a GPU for those of MEMORY_GIB
     bound: Bound  # without a cache
     inputs: dict[str, int]  # bytes of hidden states and of the rank's part of the head
     collectives: list[Collective]

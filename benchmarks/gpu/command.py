@@ -39,7 +39,7 @@ from gspo_kernels.backends.triton.elementary import INTERPRETED
 
 from ..candidates import ALL
 from ..measure import ROOT, Record, about, destination, results_in, save, version
-from ..suites.options import parser_of
+from ..suites.options import BadOption, parser_of
 from .groups import DEFAULT, GROUPS, UNFINISHED, conditions, gibibytes, missing, run_group, unlike
 from .times import FULL, TINY
 from .tune import ranked, shape_text
@@ -119,7 +119,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("groups", nargs="*", help="groups to measure (default: all but checks and tune)")
     parser.add_argument("--plan", action="store_true", help="list the groups with estimated seconds, measure nothing")
     parser.add_argument("--again", action="store_true", help="repeat groups whose record would be kept")
-    parser.add_argument("--minutes", type=minutes, default=9.5, help="stop after so many minutes (default 9.5)")
+    parser.add_argument("--minutes", type=positive_minutes, default=9.5, help="stop after this time (default 9.5)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run (default cuda)")
     parser.add_argument("--in-process", action="store_true", help="run the groups in this process, for a debugger")
     options = parser.parse_args()
@@ -138,14 +138,14 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def minutes(text: str) -> float:
-    """Parse a number of minutes above 0."""
+def positive_minutes(text: str) -> float:
+    """Parse --minutes, a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, got {text!r}")
+        raise BadOption(f"expected a number of minutes above 0, got {text!r}")
     return number
 
 

@@ -169,7 +169,7 @@ def steps(setting: Setting, name: str) -> Iterator[Measurement]:
         yield batch, partial(time_step, setting, w, {"shape": name, "batch": batch}, operations)
     del policy
     packages = ("naive", "compile", "trl", "liger", "ours") if name == "D" else ("naive", "ours")
-    chosen = [c for c in installed(setting) if c.against in packages]
+    chosen = [c for c in candidates(setting) if c.against in packages]
     yield compared(setting, name, shape.rows, "dense", chosen)
 
 
@@ -209,18 +209,19 @@ def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: li
 
 
 def packages(setting: Setting, size: int) -> Iterator[Measurement]:
-    """Measure RL-like batches on the head of shape D: ours, full logits, TRL, Liger; on the smallest batch, everything.
+    """Measure RL-like batches on the head of shape D.
 
-    The smallest batch also has the packages that tune their kernels for minutes, or loop over sequences.
+    The smallest batch (`size` 0) is measured with all packages. The others leave out those that take long, because they
+    tune their kernels or loop over the sequences.
     """
-    chosen = [c for c in installed(setting) if c.against != "compile"]
+    chosen = [c for c in candidates(setting) if c.against != "compile"]
     if size > 0:
         chosen = [c for c in chosen if c.against in ("naive", "trl", "liger", "ours") and not c.compiles]
     yield compared(setting, "D", setting.tokens[size], "rl-like", chosen)
 
 
-def installed(setting: Setting) -> list[Candidate]:
-    """The candidates to compare: naive GSPO, ours, and on a GPU the other packages. A dry run imports none of them."""
+def candidates(setting: Setting) -> list[Candidate]:
+    """List naive GSPO and ours, and on a GPU the other packages too. On a CPU, they are left out of the dry run."""
     chosen = [c for c in ALL.values() if not c.per_token]
     if not setting.on_gpu:
         chosen = [c for c in chosen if c.against in ("naive", "ours")]

@@ -38,8 +38,8 @@ TRAINING = (
 MOVED_BY = {
     "budgets": (*LOSS, "benchmarks/studies/budgets.py", "benchmarks/studies/policy.py"),
     "compare": TRAINING,
-    "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/peaked.py", "benchmarks/peers.py"),
     "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
+    "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/peaked.py", "benchmarks/peers.py"),
     "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
     "policy": (*LOSS, "benchmarks/studies/policy.py"),
     "precision": (*LOSS, "benchmarks/studies/precision.py"),

@@ -266,7 +266,7 @@ def milliseconds(record: Results) -> str:
 
 
 def all_compared(results: Results) -> str:
-    """Time and memory of every implementation, for every group that compares some."""
+    """Make a table of time and memory: a row per implementation, a column per group of measurements."""
     columns = {name: compared(group) for name, group in results.items() if name in (*GPU_GROUPS.values(), *GPU_SHAPES)}
     names = dict.fromkeys(name for records in columns.values() for name in records)
     header = [f"{group}: {next(iter(x.values()))['batch']}" for group, x in columns.items()]
@@ -278,7 +278,7 @@ def all_compared(results: Results) -> str:
 
 
 def rates(results: Results) -> str:
-    """TFLOP/s of our two kernels with matrix products, and of the vendor's products of the same size."""
+    """Make a table of TFLOP/s: our two kernels with matrix products, and cuBLAS's products of the same size."""
     rows = []
     for shape in GPU_SHAPES:
         ours = {r["what"]: r for r in results[shape]["results"] if r["batch"] == "dense"}
@@ -290,7 +290,7 @@ def rates(results: Results) -> str:
 
 
 def passes(results: Results) -> str:
-    """Times of our loss: forward, backward and both, dense and RL-like."""
+    """Make a table of the times of our forward, backward and both, for dense and RL-like batches."""
     whats = ("ours forward", "ours backward", "ours both", "ours both, default cache")
     rows = []
     for shape in GPU_SHAPES:

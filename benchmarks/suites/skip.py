@@ -113,8 +113,8 @@ def make_trainer(name: str, share: float, config: Record, length: int, folder: s
     digits = {"<pad>": 0, "<eos>": 1, **{str(i): 2 + i for i in range(PROMPTS)}}
     words: Any = Tokenizer(models.WordLevel(digits, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    # In bf16, rounding moves ratios of this flat policy out of GSPO's window, with both trainers, and differently in
-    # every run. In a wide window, all runs have the same gradients.
+    # In bf16, rounding changes ratios by more than GSPO's clip window, and differently in every run. With a wide window
+    # nothing is clipped, so both trainers have the same gradients.
     window: Record = {"epsilon": 0.2, "epsilon_high": 0.2} if on_gpu else {}
     args = GSPOConfig(
         folder, use_cpu=not on_gpu, bf16=False, per_device_train_batch_size=PROMPTS * GROUP // UPDATES,
@@ -133,7 +133,7 @@ def make_trainer(name: str, share: float, config: Record, length: int, folder: s
 
 
 def compare(rounds: int, config: Record, length: int, device: torch.device, tick: Tick = say) -> Iterator[Record]:
-    """Measure rollouts of both trainers for each share. Yield the results after every round; round 0 is not timed."""
+    """Measure rollouts of both trainers for each share. Yield all results so far after every timed round."""
     allowed = DIFFER if device.type == "cpu" else DIFFER_IN_BF16
     runs: dict[float, list[tuple[Record, Record]]] = {share: [] for share in SHARES}
     for number in range(rounds + 1):

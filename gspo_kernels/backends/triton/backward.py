@@ -101,7 +101,7 @@ class _Gradients:
         if needs.hidden:
             make = torch.empty if self.n else torch.zeros
             self.d_hidden = make(head.hidden.shape, dtype=self.dtype, device=head.hidden.device)
-        # Likewise the first chunk writes its slab of d_weight. Only the padding of the vocabulary starts at 0.
+        # Likewise, the first chunk of rows writes d_weight, except the rows beyond the vocabulary, which start at 0.
         self.d_weight = None
         if needs.weight:
             self.d_weight = head.weight.new_empty(rows_of_weight, self.width)
@@ -125,7 +125,7 @@ class _Gradients:
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
         total = d_weight
         if d_weight is not None and d_weight.dtype != self.dtype and not self.direct:
-            # Summed over chunks in full precision, rounded once.
+            # The sum over chunks, in full precision. It is rounded once, after the last chunk.
             total = d_weight.new_empty(high - low, self.width, dtype=self.dtype)
         for start in range(0, self.n, self.chunk):
             self._add_chunk(slice(start, min(start + self.chunk, self.n)), low, high, total)

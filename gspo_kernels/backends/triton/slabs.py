@@ -18,8 +18,8 @@ def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
     return 4 + size if unrounded and size < 4 else size
 
 
-# Largest slab of an fp32 head. cuBLAS may add the terms of a product one after another, and a sum over all of a
-# vocabulary of 152k had a relative error of 2.8e-6 on an H200.
+# Most columns in a slab of an fp32 head. cuBLAS may add the terms of a product one after another, so longer sums have
+# larger rounding errors: a relative RMS error of 2.8e-6 on an H200 for d_hidden in one slab of 152k columns.
 _COLUMNS_OF_FP32 = 16_384
 
 

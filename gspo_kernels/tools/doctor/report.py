@@ -168,11 +168,11 @@ def _lines_of(planned: Any) -> list[str]:
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
-    default = f"The default of cache_mib is {planned.default_source}."
-    if planned.default is None:
+    if (x := planned.default) is None:
+        default = f"The default of cache_mib is {planned.default_source}."
         for gib, (mib, tokens) in zip(memory.MEMORY_GIB, planned.tokens_that_fit.items(), strict=True):
             default += f" On a GPU with {gib} GiB, it is {mib:,} MiB and holds all rows of up to {tokens:,} tokens."
-    if (x := planned.default) is not None:
+    else:
         default = (
             f"The default here is cache_mib={x.cache_mib} ({planned.default_source}). It keeps {x.kept_rows:.0%} of "
             f"the rows: {x.passes_dense:.2f} passes in a dense step, {x.passes_rl_like:.2f} in an RL-like one, and a "

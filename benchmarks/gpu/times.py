@@ -34,6 +34,10 @@ ROUNDS = 5  # interleaved runs of each package
 SHARES = (0.07, 0.3, 1.0)  # of the cells, in the backward of selected cells
 BOTH = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
 PRODUCTS = ("h W'", "d_logits W", "d_logits' h")  # of N x H x V
+COUNTERS = (
+    "DRAM Throughput", "Duration", "L2 Cache Throughput", "L2 Hit Rate", "Local Memory Spilling Requests",
+    "SM Frequency", "SM: Pipe Tensor Cycles Active",
+)  # fmt: skip  # ncu's names of metrics
 WITH_CACHE = (
     ours_at(0.0, "ours, default cache", None),
     ours_at(1e-3, "ours, budget 1e-3, default cache", None),
@@ -308,10 +312,12 @@ def profile(setting: Setting) -> Iterator[Measurement]:
             command = ["ncu", *options.split(), sys.executable, "-m", *group_a]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         print(done.stdout, done.stderr)
-        rows = list(csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"')))
-        names = ("Section Name", "Metric Name", "Metric Value", "Metric Unit")
-        fault = "" if rows else f"exit status {done.returncode}, no counters"
-        return [{"what": "ncu", "fault": fault}, *({"what": ", ".join(row[x] for x in names)} for row in rows)]
+        rows = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
+        read = {row["Metric Name"]: f"{row['Metric Value']} {row['Metric Unit']}".strip() for row in rows}
+        absent = [name for name in COUNTERS if name not in read]
+        fault = f"exit status {done.returncode}, no counters {', '.join(absent)}" if absent else ""
+        counters = {name: read[name] for name in COUNTERS if name in read}
+        return [{"what": "ncu: " + "; ".join(f"{n} {x}" for n, x in counters.items()), "fault": fault, **counters}]
 
     yield "profile", counters
 

@@ -6,8 +6,8 @@
 Both also list results that are older than the code that they measure (`outdated.py`).
 
 `page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
-texts from `tables.py` and `summary.py`. In README.md, only the texts between the lines `<!-- measured: gpu -->` or
-`<!-- measured: results -->` and `<!-- end -->` are written. A figure contains the digest of its JSON files, so it need
+texts from `tables.py` and `summary.py`. In README.md, only the texts between a line such as `<!-- measured: gpu -->`
+and `<!-- end -->` are written. A figure contains the digest of its JSON files, so it need
 not be drawn for `--check`. The tables of docs/scale.md are computed, not measured (`scale.py`).
 """
 
@@ -71,8 +71,11 @@ def texts() -> dict[Path, str]:
     for study in ("compare", "moe", "rounding"):
         common |= verdicts(first[study])
     page = [introduction.format(**common)]
-    for suite, _, prose in (section.partition(" -->\n") for section in sections):
+    for name, _, prose in (section.partition(" -->\n") for section in sections):
+        suite, _, place = name.partition(", ")  # "skip, CPU" and "skip, GPU": a section for each
         for path in files(suite):
+            if place and (place == "CPU") != path.stem.endswith("-cpu"):
+                continue
             with naming(path):
                 page.append(prose.format(**common, **fields[path]))
     precision = PRECISION_BLOCK.format(**summary.rounding(first))
@@ -80,6 +83,7 @@ def texts() -> dict[Path, str]:
     blocks[TRL] = summary.skip(first["skip"])["table"]
     filled = {path: with_block(path.read_text(), block) for path, block in blocks.items()}
     filled[README] = with_block(filled[README], summary.gpu(first["gpu"]), "gpu")
+    filled[README] = with_block(filled[README], fields[files("skip")[1]]["table"], "step on a gpu")
     return {**filled, PAGE: "\n".join(page), scale.PAGE: scale.page()}
 
 

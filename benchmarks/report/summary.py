@@ -37,8 +37,11 @@ README_ROWS = {
 GPU_ROWS = {
     NAIVE: "full logits",
     "TRL fused head": "TRL 1.16 (its fused head)",
+    "TRL cast_lm_head_to_fp32": "TRL 1.16, `cast_lm_head_to_fp32`",
     "Liger fused CE": "Liger's fused cross-entropy, as log-probs",
     "Liger GRPO loss": "Liger's GRPO loss",
+    "cut-cross-entropy": "cut-cross-entropy",
+    "verl Triton head": "verl 0.9.1's Triton head",
     OURS: "**gspo_kernels**, cache off",
     "ours, default cache": "**gspo_kernels** (default)",
     BUDGET: "**gspo_kernels**, `gradient_budget=1e-3`, cache off",
@@ -202,7 +205,7 @@ def readme(first: Results) -> str:
 
 def gpu(results: Results) -> str:
     """Make the README's table of time and memory on a GPU, for a head of H = 4,096 and V = 151,936."""
-    columns = {label: compared(results[group]) for label, group in GPU_GROUPS.items()}
+    columns = {label: compared(results[group]) for label, group in GPU_GROUPS.items() if group != "rl-8k"}
     rows = []
     for name, label in GPU_ROWS.items():
         records = [records.get(name, {}) for records in columns.values()]

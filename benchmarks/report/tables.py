@@ -17,7 +17,10 @@ NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, 
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
 # Measurements on a GPU: groups that compare implementations, shapes, kernels, and products.
-GPU_GROUPS = {"rl-like, 8,192 tokens": "rl-8k", "rl-like, 32,768 tokens": "rl-32k", "dense, 8,192 tokens": "D"}
+GPU_GROUPS = {
+    "rl-like, 4,096 tokens": "rl-4k", "rl-like, 8,192 tokens": "rl-8k", "rl-like, 32,768 tokens": "rl-32k",
+    "dense, 8,192 tokens": "D",
+}  # fmt: skip  # by heading
 GPU_SHAPES = ("D", "A", "C")
 KERNELS = ("kernel forward_tile", "kernel gradient_tile")
 PRODUCTS = ("vendor h W'", "vendor d_logits W", "vendor d_logits' h")
@@ -141,8 +144,13 @@ def trainer(results: Results) -> Texts:
 
 def skip(results: Results) -> Texts:
     shares = results["shares"]
-    times = {"update": "updates", "with generation": "updates and generation"}
+    on_gpu = "TRL peak_bytes" in shares[0]  # there, answers are random tokens, and generation is not timed
+    times = {"update": "time of the updates" if on_gpu else "updates"}
+    times |= {} if on_gpu else {"with generation": "updates and generation"}
     rows = [(label, *(f"{record[key]:.2f}x" for record in shares)) for key, label in times.items()]
+    for name in ("TRL", "GSPOTrainer") if on_gpu else ():
+        peaks = (f"{record[f'{name} peak_bytes'] / 2**30:.1f} GiB" for record in shares)
+        rows.append((f"peak memory with {name}", *peaks))
     header = ("answers with advantage 0", *(f"{1 - record['rows_run']:.0%}" for record in shares))
     return {"table": table(header, rows)}
 
@@ -257,8 +265,8 @@ def budgets(results: Results) -> Texts:
 
 
 def compared(group: Results) -> Results:
-    """The implementations that a group compares, by name."""
-    return {record["name"]: record for record in group["results"] if "name" in record}
+    """The implementations that a group compares, by name, without those that were not measured."""
+    return {record["name"]: record for record in group["results"] if "name" in record and "absent" not in record}
 
 
 def milliseconds(record: Results) -> str:
@@ -300,7 +308,7 @@ def passes(results: Results) -> str:
     return table(("milliseconds", "forward", "backward", "both", "both, default cache"), rows)
 
 
-def gpu(results: Results) -> Texts:
+def gpu(results: Results) -> dict[str, Any]:
     state = results["rl-8k"]["measured"]["gpu state"]
     errors: dict[bool, list[float]] = {True: [], False: []}  # of ours, and of others
     for name in (*GPU_GROUPS.values(), *GPU_SHAPES):
@@ -310,6 +318,7 @@ def gpu(results: Results) -> Texts:
         "compared": all_compared(results),
         "rates": rates(results),
         "passes": passes(results),
+        "counters": results["profile"]["results"][0],
         "copy": f"{results['ceilings']['results'][0]['TB/s']:.1f}",
         "clock": f"{state['SM MHz']['least']:.0f} to {state['SM MHz']['most']:.0f} MHz",
         "power": f"{state['W']['most']:.0f} W",
@@ -318,7 +327,7 @@ def gpu(results: Results) -> Texts:
     }
 
 
-SECTIONS: dict[str, Callable[[Results], Texts]] = {
+SECTIONS: dict[str, Callable[[Results], dict[str, Any]]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
     "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu,
     **dict.fromkeys(

@@ -126,12 +126,15 @@ def test_a_failed_measurement_is_recorded_and_the_next_one_runs(
 
 def test_the_profilers_counters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = '"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
-    row = '"0","forward_tile","Memory Workload Analysis","L2 Hit Rate","%","81.5"'
-    (tmp_path / "ncu").write_text(f"#!/bin/sh\necho '==PROF== 1'\necho '{header}'\necho '{row}'\n")
+    rows = [f'"0","forward_tile","A section","{name}","%","81.5"' for name in (*times.COUNTERS, "of no use")]
+    lines = "\n".join(f"echo '{line}'" for line in ("==PROF== 1", header, *rows))
+    (tmp_path / "ncu").write_text(f"#!/bin/sh\n{lines}\n")
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     ((_, counters),) = times.profile(times.TINY)
-    assert counters()[1:] == [{"what": "Memory Workload Analysis, L2 Hit Rate, 81.5, %"}]
+    (record,) = counters()
+    assert not record["fault"] and "of no use" not in record
+    assert all(record[name] == "81.5 %" for name in times.COUNTERS)
 
 
 def test_the_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

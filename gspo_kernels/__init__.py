@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from . import reference as reference
     from . import sampler_mismatch as sampler_mismatch
     from .fused_loss import gspo_fused_loss
+    from .kept_sets import KeptSets
     from .log_probs import linear_log_probs
     from .objective import Objective
     from .outputs import LogProbOutput, LossOutput
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # Modules are imported when one of their names is first used, so that `gspo --help` works without PyTorch.
 _MODULES = {
+    "KeptSets": "kept_sets",
     "LogProbOutput": "outputs",
     "LossOutput": "outputs",
     "Objective": "objective",
@@ -24,7 +26,7 @@ _MODULES = {
     "policy_loss": "policy",
 }
 _SUBMODULES = ("advantages", "reference", "sampler_mismatch")
-__all__ = ["LogProbOutput", "LossOutput", "Objective", "gspo_fused_loss", "linear_log_probs", "policy_loss"]
+__all__ = ["KeptSets", "LogProbOutput", "LossOutput", "Objective", "gspo_fused_loss", "linear_log_probs", "policy_loss"]
 
 
 def __getattr__(name: str) -> Any:

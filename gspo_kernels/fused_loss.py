@@ -6,14 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .inputs.compared import head_values, policy_values
+from .inputs.compared import head_values, pair_values, policy_values
 from .inputs.head import HeadArguments, head_rows, moved
 from .inputs.lm_head import device_map, weight_of
+from .inputs.pairs import kept_rows
 from .inputs.policy import PolicyArguments, policy_rows
+from .kept_sets import KeptSets
 from .objective import Objective, names_misplaced_fields
-from .ops.loss import fused_loss_op
+from .ops.loss import fused_loss_op, policy_loss_op
+from .ops.pairs import kept_log_probs
 from .outputs import LossOutput, loss_output, work_metrics
 from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
+from .ranks.collectives import mean_over_ranks
 from .validation import TensorChecks
 
 
@@ -39,6 +43,7 @@ def gspo_fused_loss(
     normalizer: float | Tensor | None = None,
     kl_normalizer: float | Tensor | None = None,
     entropy: bool = False,
+    kept_sets: KeptSets | None = None,
     gradient_budget: float = 0.0,
     cache_mib: float | None = None,
     tp_group: Any = None,
@@ -90,6 +95,9 @@ def gspo_fused_loss(
             of sequences (or tokens) in the full optimizer step. The gradients of its micro-batches then add up to the
             gradient of one large batch.
         entropy: also return entropies. They are always returned if objective.entropy_coef != 0.
+        kept_sets: the ids that the sampler kept for each token, see `linear_log_probs`. Ratios, KL term and entropies
+            are then over these ids, so old_log_probs and ref_log_probs must be, too. The metrics of the backward's
+            work are left out.
         gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
             leave out, in [0, 1). 0 is exact. Otherwise rows are sorted by this mass, which the forward already knows,
             and the lightest cells are left out as long as their total mass stays within the budget. A cell is a block
@@ -157,6 +165,8 @@ def gspo_fused_loss(
     )
     head_device = device_map(lm_head)
     head_arguments, policy_arguments = moved(head_arguments, head_device), moved(policy_arguments, head_device)
+    if kept_sets is not None and head_device is not None:
+        kept_sets = kept_sets.to(head_device)
 
     with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
         check.boolean("entropy", entropy)
@@ -164,11 +174,23 @@ def gspo_fused_loss(
         head = head_rows(check, head_arguments)
         if has_bonus and gradient_budget > 0:
             check.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
+        kept = None if kept_sets is None else kept_rows(check, kept_sets, head_arguments.target_ids, head.rows)
         unmasked = head.rows.mask.view(target_ids.shape)
         policy = policy_rows(check, policy_arguments, unmasked, head.rows.hidden.dtype)
         if compared is not None:
             compared.update(head_values(head_arguments, head))
+            compared.update(pair_values(kept, None, head.rows))
             compared.update(policy_values(policy_arguments, policy, unmasked))
+
+    if kept is not None:
+        options = head.gradient_budget, head.cache_bytes, head.backend
+        log_probs, entropies = kept_log_probs(head.rows, kept, *options)
+        with_entropy = entropies if head.rows.entropy else None
+        result = policy_loss_op(log_probs, with_entropy, head.rows.mask, policy.rows, objective, head.backend)
+        out = loss_output(result, policy, log_probs.detach(), with_entropy, objective)
+        singletons = mean_over_ranks(kept.is_single, head.rows.mask, policy.rows.group)
+        out = out._replace(metrics=out.metrics | {"kept_singletons": singletons})
+        return moved(out, None if head_device is None else hidden.device)
 
     # PyTorch calls the body of `fused_loss_op` with tensors and numbers: see ops/tuples.py.
     result = fused_loss_op(head.rows, policy.rows, objective, head.gradient_budget, head.cache_bytes, head.backend)

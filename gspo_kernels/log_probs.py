@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .inputs.compared import head_values
+from .inputs.compared import head_values, pair_values
 from .inputs.head import HeadArguments, head_rows, moved
 from .inputs.lm_head import device_map, weight_of
+from .inputs.pairs import extra_pairs, kept_rows
+from .kept_sets import KeptSets
 from .ops.head import linear_log_probs_op
+from .ops.pairs import extra_log_probs, kept_log_probs
 from .outputs import LogProbOutput
 from .ranks.agreement import same_on_all_ranks, vocabulary_group
 from .validation import TensorChecks
@@ -30,6 +33,8 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     entropy: bool = False,
+    kept_sets: KeptSets | None = None,
+    extra_ids: Tensor | None = None,
     gradient_budget: float = 0.0,
     cache_mib: float | None = None,
     tp_group: Any = None,
@@ -58,6 +63,11 @@ def linear_log_probs(
         temperature: divides the capped logits; a number, a 0-dim tensor, or one value per token.
         vocab_size: number of vocabulary columns that are not padding; later columns get probability 0. None: all V.
         entropy: also return the entropy of each row's distribution, in nats, differentiable.
+        kept_sets: the ids that the sampler kept for each token (top-k, top-p, min-p), which must contain its target id.
+            Log-probs and entropies are then those of the softmax over these ids. No pass over the vocabulary is needed,
+            except for tokens with an empty set if `kept_sets.empty` is "vocabulary".
+        extra_ids: [B, T, k] or [N, k] int32 or int64, more ids for each token; negative ids are absent. Their log-probs
+            over the vocabulary are also returned, differentiable. Not allowed with kept_sets.
         gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
             leave out, in [0, 1); see `gspo_fused_loss`. 0 is exact. The backward decides once it has the gradient of
             the log-probs, and `metrics.last_backward()` tells how much it left out. If the entropies also have a
@@ -79,7 +89,7 @@ def linear_log_probs(
             fail the check, an error is raised.
 
     Returns:
-        LogProbOutput: log-probs and, on request, entropies, in the shape of target_ids.
+        LogProbOutput: log-probs and, on request, entropies, in the shape of target_ids, and log-probs of extra_ids.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
@@ -107,14 +117,30 @@ def linear_log_probs(
     )
     head_device = device_map(lm_head)
     arguments = moved(arguments, head_device)
+    if head_device is not None:
+        kept_sets = None if kept_sets is None else kept_sets.to(head_device)
+        extra_ids = None if extra_ids is None else extra_ids.to(head_device)
 
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
         head = head_rows(check, arguments)
+        kept = None if kept_sets is None else kept_rows(check, kept_sets, arguments.target_ids, head.rows)
+        if kept is not None and extra_ids is not None:
+            check.fail("extra_ids", "None with kept_sets", extra_ids)
+        extra = None if extra_ids is None else extra_pairs(check, extra_ids, arguments.target_ids, head.rows)
         if compared is not None:
             compared.update(head_values(arguments, head))
+            compared.update(pair_values(kept, extra, head.rows))
 
-    out = linear_log_probs_op(head.rows, head.gradient_budget, head.cache_bytes, head.backend).head
+    if kept is not None:
+        options = head.gradient_budget, head.cache_bytes, head.backend
+        log_probs, entropies = kept_log_probs(head.rows, kept, *options)
+    else:
+        out = linear_log_probs_op(head.rows, head.gradient_budget, head.cache_bytes, head.backend).head
+        log_probs, entropies = out.log_probs, out.entropy
 
     shape = target_ids.shape
-    result = LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)
+    extra_result = None
+    if extra is not None and extra_ids is not None:
+        extra_result = extra_log_probs(head.rows, extra, log_probs, head.backend).view(extra_ids.shape)
+    result = LogProbOutput(log_probs.view(shape), entropies.view(shape) if entropy else None, extra_result)
     return moved(result, None if head_device is None else hidden.device)

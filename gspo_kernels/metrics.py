@@ -50,6 +50,7 @@ DIVISORS = {
     **dict.fromkeys(("token_clip_fraction", "token_clip_fraction_low", "token_clip_fraction_high"), "tokens"),
     **dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "ratios"),
     **dict.fromkeys(("kl_to_old", "zero_coefficient_share", "kl", "entropy"), "tokens"),
+    **dict.fromkeys(("kept_mass", "kept_singletons"), "tokens"),
     **dict.fromkeys(("live_row_share", "live_tile_share", "passes"), "tokens"),
     "dropped_gradient_mass": "gradient_mass",
     # of `sampler_mismatch.Correction`

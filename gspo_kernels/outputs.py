@@ -18,6 +18,7 @@ class LogProbOutput(NamedTuple):
 
     log_probs: Tensor  # shape of target_ids
     entropy: Tensor | None  # shape of target_ids; None unless requested
+    extra_log_probs: Tensor | None = None  # shape of extra_ids, 0 where absent; None without extra_ids
 
 
 class LossOutput(NamedTuple):
@@ -55,6 +56,8 @@ class LossOutput(NamedTuple):
       lower bound. 0 if it was not computed, because the backward leaves nothing out.
     - kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
     - entropy: mean over tokens, in nats; only if entropies are computed.
+    - kept_singletons: share of tokens whose kept set has one id; only with kept_sets.
+    - kept_mass: mean over tokens of the kept ids' share of the probability; only from `policy_loss` with kl_log_probs.
     - rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
     - tokens: number of unmasked tokens.
     - sequences: number of non-empty sequences.

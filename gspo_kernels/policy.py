@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from .backends.dispatch import pick_backend
 from .inputs.compared import policy_values
 from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, policy_rows
+from .metrics import NAMES
 from .objective import Objective, names_misplaced_fields
 from .ops.loss import policy_loss_op
 from .outputs import LossOutput, loss_output
 from .ranks.agreement import process_group, same_on_all_ranks
+from .ranks.collectives import mean_over_ranks
 from .validation import TensorChecks
 
 
@@ -30,6 +33,7 @@ def policy_loss(
     rollout_log_probs: Tensor | None = None,
     token_weights: Tensor | None = None,
     entropy: Tensor | None = None,
+    kl_log_probs: Tensor | None = None,
     objective: Objective = Objective(),  # noqa: B008 - frozen
     normalizer: float | Tensor | None = None,
     kl_normalizer: float | Tensor | None = None,
@@ -62,6 +66,10 @@ def policy_loss(
             constant.
         entropy: entropy of each token's distribution, in the shape of log_probs; it may be below 0 by at most 0.25. If
             objective.entropy_coef != 0, it is required and differentiable.
+        kl_log_probs: other log-probs of the current policy for the KL term and its metric, in the shape of log_probs,
+            differentiable. For log_probs over the ids that a sampler kept, these may be over the full vocabulary, like
+            ref_log_probs. They require ref_log_probs, and are not allowed with objective.kl_ratio_factor. The metric
+            kept_mass is then the mean of exp(kl_log_probs - log_probs), the kept ids' share of the probability.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
         normalizer: divisor of the sum over tokens, a number or a 0-dim tensor. Usually this is the number of non-empty
             sequences (for aggregation="token-mean", of unmasked tokens) in a full optimizer step, counted over all
@@ -116,9 +124,17 @@ def policy_loss(
             check.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
             entropy = entropy.to(log_probs.dtype)
             check.sign("entropy", entropy.detach(), unmasked, positive=True)
+        if kl_log_probs is not None:
+            shapes, device = [log_probs.shape], log_probs.device
+            check.log_probs("kl_log_probs", kl_log_probs, shapes=shapes, shape_text="like log_probs", device=device)
+            kl_log_probs = kl_log_probs.to(log_probs.dtype)
+            check.sign("kl_log_probs", kl_log_probs.detach(), unmasked)
         policy = policy_rows(
             check, arguments, unmasked, log_probs.dtype
         )  # it counts the values that are invalid so far
+        if kl_log_probs is not None and (ref_log_probs is None or _ratio_in_kl(objective)):
+            needed = "None without ref_log_probs, and if the KL term has a ratio (kl_ratio_factor, or 'unbiased')"
+            check.fail("kl_log_probs", needed, kl_log_probs)
         if entropy is None and objective.entropy_coef != 0:
             check.fail("entropy", "given, because objective.entropy_coef is not 0", None)
         backend = pick_backend(check, backend, log_probs.device, log_probs.dtype, "loss")
@@ -127,16 +143,28 @@ def policy_loss(
             needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (log_probs, entropy)]
             compared.update(log_probs=log_probs, entropy=entropy, mask=unmasked, backend=backend)
             compared["whether log_probs and entropy need a gradient"] = needs
+            compared["kl_log_probs"] = kl_log_probs
 
-    result = policy_loss_op(
-        log_probs.reshape(-1),
-        None if entropy is None else entropy.reshape(-1),
-        unmasked.reshape(-1),
-        policy.rows,
-        objective,
-        backend,
-    )
+    mask_rows = unmasked.reshape(-1)
+    of_policy = objective if kl_log_probs is None else replace(objective, kl_coef=0.0)
+    entropy_rows = None if entropy is None else entropy.reshape(-1)
+    result = policy_loss_op(log_probs.reshape(-1), entropy_rows, mask_rows, policy.rows, of_policy, backend)
 
     log_probs_out = torch.where(unmasked, log_probs.detach(), 0)
     entropy_out = None if entropy is None else torch.where(unmasked, entropy.detach(), 0)
-    return loss_output(result, policy, log_probs_out, entropy_out, objective)
+    out = loss_output(result, policy, log_probs_out, entropy_out, objective)
+    if kl_log_probs is None:
+        return out
+    # With advantages of 0 the policy term is 0, so this is the KL term alone.
+    only_kl = policy.rows._replace(
+        advantages=torch.zeros_like(policy.rows.advantages), old_log_probs=None, token_weights=None
+    )
+    without_bonus = replace(objective, entropy_coef=0.0)
+    kl = policy_loss_op(kl_log_probs.reshape(-1), None, mask_rows, only_kl, without_bonus, backend)
+    mass = mean_over_ranks((kl_log_probs.detach() - log_probs_out).exp(), unmasked, policy.rows.group)
+    metrics = {"kl": kl.metrics[NAMES.index("kl")], "kept_mass": mass}
+    return out._replace(loss=out.loss + kl.loss, metrics=out.metrics | metrics)
+
+
+def _ratio_in_kl(objective: Objective) -> bool:
+    return objective.kl_ratio_factor or objective.kl_estimator == "unbiased"

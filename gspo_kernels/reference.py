@@ -34,6 +34,7 @@ __all__ = [
     "gspo_reference_loss",
     "kl_to_reference",
     "log_ratios_of_sequence",
+    "mask_of_sets",
     "projection_log_probs",
     "score",
     "surrogate",
@@ -59,10 +60,14 @@ def token_log_probs(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,  # scalar or [L]
     vocab_size: int | None = None,
+    kept: Tensor | None = None,  # [L, V] bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-prob of each target id and the entropy of each row's distribution, both [L]."""
+    """Compute the log-prob of each target id and the entropy of each row's distribution, both [L].
+
+    With `kept`, the distribution is the softmax over the ids where it is True.
+    """
     projection = F.linear(hidden, weight, bias)
-    return projection_log_probs(projection, target_ids, logit_scale, logit_softcap, temperature, vocab_size)
+    return projection_log_probs(projection, target_ids, logit_scale, logit_softcap, temperature, vocab_size, kept)
 
 
 def projection_log_probs(
@@ -72,6 +77,7 @@ def projection_log_probs(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,  # scalar or [L]
     vocab_size: int | None = None,
+    kept: Tensor | None = None,  # [L, V] bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the results of `token_log_probs` from the product of hidden states and weight."""
     logits = logit_scale * projection
@@ -80,6 +86,8 @@ def projection_log_probs(
     if isinstance(temperature, Tensor) and temperature.ndim:
         temperature = temperature[:, None]
     logits = (logits / temperature)[:, :vocab_size]  # columns past the real vocabulary are padding
+    if kept is not None:
+        logits = logits.masked_fill(~kept[:, :vocab_size], -math.inf)
     log_p = torch.log_softmax(logits, dim=-1)
     # Replace -inf before the product, because 0 * -inf is NaN.
     entropy = -(log_p.exp() * torch.where(log_p == -math.inf, 0.0, log_p)).sum(-1)
@@ -225,6 +233,7 @@ def gspo_reference_loss(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    kept_sets: Any = None,
     objective: Any,
     normalizer: float | None = None,
     kl_normalizer: float | None = None,
@@ -244,6 +253,7 @@ def gspo_reference_loss(
     per_token_advantages = advantages.shape == target_ids.shape and advantages.ndim == mask.ndim
     per_token_advantages &= not (cu_seqlens is not None and len(spans) == target_ids.shape[0])
 
+    kept = None if kept_sets is None else mask_of_sets(kept_sets, weight.shape[0]).view(*mask.shape, -1)
     loss = hidden.new_zeros(())
     log_probs, entropies = hidden.new_zeros(target_ids.shape), hidden.new_zeros(target_ids.shape)
     log_ratios = []
@@ -254,7 +264,7 @@ def gspo_reference_loss(
             return None if x is None else torch.broadcast_to(x, mask.shape)[span][keep]
 
         temperatures = temperature[span][keep] if isinstance(temperature, Tensor) and temperature.ndim else temperature
-        head = (bias, logit_scale, logit_softcap, temperatures, vocab_size)
+        head = (bias, logit_scale, logit_softcap, temperatures, vocab_size, None if kept is None else kept[span][keep])
         lp, entropy = token_log_probs(hidden[span][keep], weight, target_ids[span][keep], *head)
         old, ref, weights = pick(old_log_probs), pick(ref_log_probs), pick(token_weights)
         advantage = pick(advantages) if per_token_advantages else advantages.flatten()[i].expand(length)
@@ -291,6 +301,15 @@ def gspo_reference_loss(
     else:
         log_ratio = torch.stack(log_ratios) if log_ratios else hidden.new_zeros(0)
     return ReferenceOutput(loss, log_probs, entropies, log_ratio)
+
+
+def mask_of_sets(kept_sets: Any, vocab: int) -> Tensor:
+    """Turn a `KeptSets` of N tokens into a mask [N, vocab]. An empty set stands for the full vocabulary."""
+    sizes = kept_sets.offsets[1:] - kept_sets.offsets[:-1]
+    kept = torch.zeros(len(sizes), vocab, dtype=torch.bool)
+    tokens = torch.repeat_interleave(torch.arange(len(sizes)), sizes.long())
+    kept[tokens, kept_sets.ids.long() % vocab] = True  # masked tokens may have any id
+    return kept | (sizes == 0)[:, None]
 
 
 def _put(x: Tensor, span: Any, keep: Tensor, values: Tensor) -> Tensor:

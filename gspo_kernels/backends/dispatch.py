@@ -13,6 +13,7 @@ from ..objective import Objective
 from ..validation import TensorChecks
 from . import torch as torch_backend
 from .live_tiles import Work
+from .pairs import PairKernels
 from .rows import (
     Cache,
     HeadGradients,
@@ -29,7 +30,7 @@ from .self_check import verdict
 BACKENDS = ("auto", "torch", "triton")  # the values of `backend`
 
 
-class Backend(Protocol):
+class Backend(PairKernels, Protocol):
     """The functions of a backend. A backend is a module: `backends.torch` or `backends.triton`."""
 
     def head_forward(self, head: HeadRows) -> HeadResult:

@@ -121,3 +121,20 @@ class LiveTiles(NamedTuple):
     order: Tensor  # [N] int64: rows by decreasing L1 mass of d_logits, those with kept exponentials first
     cells: Tensor  # [row blocks of `order`, column ranges] bool: True for cells to compute
     counts: Tensor  # [2] int64: number of rows with a gradient; then 1 to compute only `cells`, 0 to compute all
+
+
+class Pairs(NamedTuple):
+    """K pairs of a row and an id whose logits are computed, sorted by row."""
+
+    offsets: Tensor  # [N + 1] int64: the pairs of row i are offsets[i] to offsets[i + 1] - 1
+    rows: Tensor  # [K] int64: row of each pair
+    ids: Tensor  # [K] int64, relative to this rank's first column; any value if not live
+    live: Tensor  # [K] bool: False for pairs that cost nothing, such as those of masked rows
+
+
+class Groups(NamedTuple):
+    """Pairs grouped by row or by id. Group g holds the pairs order[begin[g]] to order[begin[g + 1] - 1]."""
+
+    order: Tensor | None  # [K] int64: a permutation of the pairs; None: their own order
+    begin: Tensor  # [groups + 1] int64
+    to: Tensor | None  # [groups] int64: row or id of each group, arbitrary for an empty one; None: the group's number

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from .. import validation
 from ..backends.dispatch import backend_variable
+from ..backends.rows import HeadRows, Pairs
 from ..backends.self_check import verdict
 from ..backends.workspace import cache_variable, workspace_bytes
+from ..ops.pairs import KeptRows
 from ..ranks.dtensors import is_dtensor
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from ..validation import Unquoted, dtype_name
@@ -61,6 +63,18 @@ def head_values(arguments: HeadArguments, head: HeadInputs) -> dict[str, Any]:
         "the operands that need a gradient": tuple(head.needs),
         **environment(rows.hidden.device),
     }
+
+
+def pair_values(kept: KeptRows | None, extra: Pairs | None, rows: HeadRows) -> dict[str, Any]:
+    """Return the kept sets and the extra ids by name. Entries of masked rows are arbitrary and not compared."""
+    values: dict[str, Any] = {"kept_sets": None, "extra_ids": None}
+    for name, pairs in (("kept_sets", None if kept is None else kept.pairs), ("extra_ids", extra)):
+        if pairs is not None:
+            first = shard_of(rows.shard).first if rows.shard else 0
+            values[name] = torch.cat([pairs.offsets, torch.where(pairs.live, pairs.ids + first, -1)])
+    if kept is not None:
+        values["kept_sets.empty"] = "error" if kept.full is None else "vocabulary"
+    return values
 
 
 def policy_values(arguments: PolicyArguments, policy: PolicyInputs, mask: Tensor) -> dict[str, Any]:

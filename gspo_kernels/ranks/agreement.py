@@ -36,6 +36,7 @@ PER_TOKEN = (
     "temperature",
     "log_probs",
     "entropy",
+    "kl_log_probs",
     "h A^T of the adapter",
 )
 # Arguments that may differ between the ranks of a group, and why. Ranks only compare whether they are given. Numbers
@@ -53,6 +54,7 @@ EXCUSED: dict[str, dict[str, str]] = {
         "the shape of hidden": "tokens of this rank",
         "mask": "tokens of this rank",
         "cu_seqlens": "tokens of this rank",
+        "kept_sets": "tokens of this rank",
         "lm_head": "parameters, too many to compare in each call",
         "bias": "parameters, too many to compare in each call",
         "cache_mib": "the default of this rank's device",  # each rank keeps rows of its own tokens

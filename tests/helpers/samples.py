@@ -14,7 +14,7 @@ from helpers.device import gspo_fused_loss, policy_loss
 from tolerance import PLAIN_ORDERS
 from torch import Tensor
 
-from gspo_kernels import LossOutput, Objective
+from gspo_kernels import KeptSets, LossOutput, Objective
 from gspo_kernels.objective import DIVERGENCES
 from gspo_kernels.reference import ReferenceOutput, gspo_reference_loss
 from gspo_kernels.validation import ROUNDING
@@ -147,6 +147,7 @@ def make_sample(
     spread: float = 2.0,  # log-ratio of sequences outside the window, as a multiple of clip_low or clip_high
     logit_std: float = 3.0,
     objective: Objective | None = None,
+    kept: str | None = None,  # kept sets: None, "error" or "vocabulary" (some are empty)
     **head: Any,  # logit_scale, logit_softcap
 ) -> Sample:
     """Make a batch of sequences below, inside and above the clip window, with advantages of both signs.
@@ -194,6 +195,8 @@ def make_sample(
         flip = torch.where(torch.rand(shape, generator=rng) < 0.3, -1.0, 1.0)
         advantages = advantages[:, None] * flip * (0.5 + torch.rand(shape, generator=rng))
 
+    if kept:
+        options["kept_sets"] = _random_sets(target_ids, mask, vocab, kept, rng)
     options["mask"] = mask
     draft = Sample(leaves, target_ids, advantages, objective, options)
     with torch.no_grad():
@@ -223,6 +226,20 @@ def make_sample(
     if not on_policy and len(lengths) >= 12 and objective.surrogate == "clip":
         assert_every_clip_case_occurs(sample, true_lp)
     return _pack(sample, lengths) if packed else sample
+
+
+def _random_sets(target_ids: Tensor, mask: Tensor, vocab: int, empty: str, rng: torch.Generator) -> KeptSets:
+    """Return random sets in random order. A quarter has one id, masked tokens have bad ids, and some sets are empty."""
+    share = torch.rand(mask.shape, generator=rng)[..., None]
+    kept = torch.rand(*mask.shape, vocab, generator=rng) < torch.where(share < 0.25, 0, share)
+    kept |= (target_ids[..., None] == torch.arange(vocab)) & mask[..., None]
+    if empty == "vocabulary":
+        kept &= torch.rand(mask.shape, generator=rng)[..., None] < 0.8
+    sets = KeptSets.from_mask(kept, empty=empty)
+    token = torch.repeat_interleave(torch.arange(mask.numel()), sets.sizes)
+    order = (token + torch.rand(len(token), generator=rng)).argsort()
+    ids = torch.where(mask.reshape(-1)[token], sets.ids[order], -7)
+    return sets._replace(ids=ids.int())
 
 
 def run_oracle_forward(sample: Sample) -> Tensor:
@@ -270,5 +287,7 @@ def _pack(sample: Sample, lengths: tuple[int, ...]) -> Sample:
 
     leaves = {name: cut(x).detach().requires_grad_() for name, x in sample.leaves.items()}
     options = {name: cut(x) for name, x in sample.options.items()}
+    if "kept_sets" in options:
+        options["kept_sets"] = options["kept_sets"].select(inside)
     options["cu_seqlens"] = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return Sample(leaves, cut(sample.target_ids), cut(sample.advantages), sample.objective, options)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from helpers.oracle import HEADS, OBJECTIVES, assert_equals_oracle
 from helpers.samples import Sample, make_sample, run_fused
-from helpers.sharded_runs import Groups, contiguous, run_sharded, size_of, zigzag
+from helpers.sharded_runs import Groups, contiguous, run_sharded, shard_rows, size_of, zigzag
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective
+from gspo_kernels import Objective, linear_log_probs
 
 
 class Case(NamedTuple):
@@ -114,6 +114,33 @@ for _ranks in (2, 3, 4, 8):
                 assert_within_tolerance(context, make_sample(5, vocab=vocab, **options), backend, run)
 
 
+for _ranks in (2, 8):
+    for _backend in ("torch", "triton"):
+
+        @case(f"tp {_ranks} {_backend} kept sets", _ranks)
+        def _tp_kept(context: Context, ranks: int = _ranks, backend: str = _backend) -> None:
+            options: dict[str, Any] = dict(kept="vocabulary", objective=Objective(entropy_coef=0.1), **HEADS["all"])
+            sample = make_sample(5, dtype=torch.float64, vocab=37, **options)
+            assert_equals_one_process(sample, backend, _tp(context, ranks), entropy=True)
+
+        @case(f"tp {_ranks} {_backend} extra ids", _ranks)
+        def _tp_extra(context: Context, ranks: int = _ranks, backend: str = _backend) -> None:
+            sample = make_sample(5, vocab=48, dtype=torch.float64)
+            ids = torch.arange(3).expand(*sample.target_ids.shape, 3) * 11 + sample.target_ids[..., None] % 24
+            results = []
+            for group in (None, context.group(ranks)):
+                hidden = sample.leaves["hidden"].detach().clone().requires_grad_()
+                weight = shard_rows(sample.leaves["weight"], group).detach().clone().requires_grad_()
+                options = dict(mask=sample.options["mask"], extra_ids=ids, tp_group=group, backend=backend)
+                extra = linear_log_probs(hidden, weight, sample.target_ids, **options).extra_log_probs
+                assert extra is not None
+                d_hidden, d_weight = torch.autograd.grad(extra.square().sum(), (hidden, weight))
+                results.append((extra, d_hidden, d_weight))
+            own = shard_rows(results[0][2], context.group(ranks))
+            for ours, one in zip(results[1], (*results[0][:2], own), strict=True):
+                assert relative(ours, one) <= SHARDED_GRADIENT_RELATIVE
+
+
 # -- sharded sequences
 
 
@@ -124,6 +151,14 @@ def _cp(context: Context, ranks: int, owner: Callable[..., Tensor], **fixed: Any
         return run_sharded(sample, backend, groups, owner(sample.target_ids.shape, ranks), **fixed, **options)
 
     return run
+
+
+for _packed in (False, True):
+
+    @case(f"cp 2 kept sets, packed {_packed}", 2)
+    def _cp_kept(context: Context, packed: bool = _packed) -> None:
+        sample = make_sample(3, dtype=torch.float64, kept="error", objective=Objective(kl_coef=0.1))
+        assert_equals_one_process(sample, "torch", _cp(context, 2, zigzag, packed=packed), entropy=True)
 
 
 for _name, _fields in OBJECTIVES.items():

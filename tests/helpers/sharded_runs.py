@@ -125,6 +125,8 @@ def _tokens_of(sample: Sample, mine: Tensor, packed: bool) -> tuple[Sample, Tens
         return cut(x.detach()) if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == shape else x
 
     options = {name: per_token(x) for name, x in sample.options.items()}
+    if "kept_sets" in options:
+        options["kept_sets"] = options["kept_sets"].select(cut(index))
     if packed:
         options["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), mine.sum(1).cumsum(0)])
     leaves = {name: x if name in SHARDED else per_token(x) for name, x in sample.leaves.items()}

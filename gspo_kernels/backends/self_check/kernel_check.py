@@ -32,6 +32,8 @@ from ...tolerance import (
     ROW_COSINE,
 )
 from ...validation import dtype_name
+from .. import pairs as pair_functions
+from .. import torch as torch_backend
 from .. import triton as kernels
 from ..rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
 from ..triton.launch import Launch, launches
@@ -43,6 +45,7 @@ from .samples import (
     LossSample,
     loss_samples,
     make_sample,
+    pairs_of,
     true_loss,
     truth_of,
     wide_head,
@@ -83,7 +86,7 @@ def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | No
                     samples = (_Check(device, dtype, kind, seen) for kind in ("plain", "skewed", "ragged"))
                     plain, skewed, ragged = samples
                     stages += [plain.forward, lambda: _check_many_tiles(device, dtype), plain.backward, plain.cache]
-                    stages += [skewed.budget, skewed.cache_and_budget, ragged.backward]
+                    stages += [skewed.budget, skewed.cache_and_budget, ragged.backward, plain.pairs, ragged.pairs]
                 for stage in stages:
                     seen.clear()
                     stage()
@@ -207,6 +210,22 @@ class _Check:
         """Check a backward that takes some cells from the cache."""
         self.budget(self._cache())
 
+    def pairs(self) -> None:
+        """Check the logits of (row, id) pairs, and the gradients of all operands, against the torch backend in fp64."""
+        pairs, d_logits = pairs_of(self.sample.head)
+        exact = _to(self.sample.head, torch.device("cpu"), torch.float64)
+        head, ours = self.head, _to(pairs, self.device)
+        true_logits, slope = pair_functions.logits_at(torch_backend, exact, pairs)
+        truth = pair_functions.gradients_at(torch_backend, exact, pairs, slope, d_logits, _needs(exact))
+        logits, slope = pair_functions.logits_at(kernels, head, ours)
+        _compare_rows("logits of pairs", logits, true_logits, self.dtype)
+        self.launched.clear()
+        d_pairs = d_logits.to(self.device, logits.dtype)
+        gradients = pair_functions.gradients_at(kernels, head, ours, slope, d_pairs, _needs(head))
+        for name, x, expected in zip(HeadGradients._fields, gradients, truth, strict=True):
+            if x is not None and expected is not None:
+                _compare(f"d_{name} of pairs", x, expected, self.dtype)
+
     def _cache(self) -> Cache:
         """A cache for all row blocks except the last."""
         block = tile_config(self.head, "forward").block_n
@@ -250,9 +269,15 @@ def _needs(head: HeadRows) -> NeedsGradient:
     return NeedsGradient(*(getattr(head, name) is not None for name in NeedsGradient._fields))
 
 
-def _to(rows: Any, device: torch.device) -> Any:
-    """Move the tensors of a named tuple to `device`."""
-    return type(rows)(*(x.to(device) if isinstance(x, Tensor) else x for x in rows))
+def _to(rows: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Move the tensors of a named tuple to `device`. With a dtype, cast those of floating point."""
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device, dtype if x.is_floating_point() else None)
+
+    return type(rows)(*map(move, rows))
 
 
 # -- limits

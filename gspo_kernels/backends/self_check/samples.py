@@ -11,7 +11,7 @@ from ...layout import accumulator
 from ...objective import Objective
 from ...reference import projection_log_probs
 from .. import torch as torch_backend
-from ..rows import HeadRows, PolicyResult, PolicyRows
+from ..rows import HeadRows, Pairs, PolicyResult, PolicyRows
 
 # Lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. Sequences 3 and 5 are
 # clipped. Sequences 4 and 6 are also outside the window, but on the side that does not clip for the sign of their
@@ -168,6 +168,20 @@ def truth_of(head: HeadRows, d_log_probs: Tensor, d_entropy: Tensor | None) -> T
     (d_logits,) = torch.autograd.grad(total, raw)
     log_probs, entropy = (torch.where(head.mask, x.detach(), 0) for x in (log_probs, entropy))
     return Truth(log_probs, entropy, d_logits)
+
+
+def pairs_of(head: HeadRows) -> tuple[Pairs, Tensor]:
+    """Make pairs of the first rows with up to 40 ids, and gradients of their logits, [K] fp64, on the CPU.
+
+    One id is in every row, so its group takes several steps.
+    """
+    sizes = torch.where(torch.arange(ROWS) < 16, 9 * torch.arange(ROWS) % 41, 0)
+    rows = torch.repeat_interleave(torch.arange(ROWS), sizes)
+    count = torch.arange(len(rows))
+    ids = torch.where(count % 7 == 0, 3, (31 * count + 5 * rows) % head.vocab_size)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    live = head.mask[rows] & (count % 11 != 4)
+    return Pairs(offsets, rows, ids, live), torch.sin(count.double())
 
 
 def policy_of(log_probs: Tensor, mask: Tensor, dtype: torch.dtype) -> PolicyRows:

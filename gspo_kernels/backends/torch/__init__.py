@@ -16,6 +16,7 @@ from ..live_tiles import choose
 from .backward import head_backward
 from .forward import forward_and_keep, head_forward
 from .kept_tile import cache_rows, empty_kept
+from .pairs import pair_products, pair_sums
 from .sequence import policy_forward
 from .tiles import cell_shape
 
@@ -27,5 +28,7 @@ __all__ = [
     "forward_and_keep",
     "head_backward",
     "head_forward",
+    "pair_products",
+    "pair_sums",
     "policy_forward",
 ]

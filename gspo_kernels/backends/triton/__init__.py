@@ -3,6 +3,7 @@
 from .backward import head_backward
 from .cells.backward import choose
 from .forward import cache_rows, cell_shape, empty_kept, forward_and_keep, head_forward
+from .pairs import pair_products, pair_sums
 from .sequence import policy_forward
 
 __all__ = [
@@ -13,5 +14,7 @@ __all__ = [
     "forward_and_keep",
     "head_backward",
     "head_forward",
+    "pair_products",
+    "pair_sums",
     "policy_forward",
 ]

@@ -88,6 +88,7 @@ REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # block_n: tokens of a sequence that the kernels of the loss process at a time.
 _SEQUENCE, _DOUBLE_SEQUENCE = Config(block_n=256, warps=4), Config(block_n=128, warps=4)
+_PAIRS, _DOUBLE_PAIRS = Config(block_n=16, block_h=256, warps=4), Config(block_n=16, block_h=128, warps=4)
 LIST = Config(block_n=1024, warps=4)  # block_n: cells that one program lists
 
 _assumed: str | None = None
@@ -141,6 +142,11 @@ def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     size = dtype.itemsize
     config = _PRODUCT_ON.get((size, architecture(device) or "")) or _PRODUCT[size]
     return replace(config, stages=_AMD_STAGES) if is_amd(device) else config
+
+
+def pair_config(dtype: torch.dtype) -> Config:
+    """Config of the kernels of (row, id) pairs. block_n: pairs at a time, block_h: elements of H at a time."""
+    return _DOUBLE_PAIRS if dtype == torch.float64 else _PAIRS
 
 
 def sequence_config(dtype: torch.dtype) -> Config:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from ...backends.rows import Cache, HeadRows, NeedsGradient, PolicyRows
+from ...backends import triton as kernels
+from ...backends.pairs import gradients_at, logits_at
+from ...backends.rows import Cache, HeadRows, NeedsGradient, Pairs, PolicyRows
 from ...backends.triton.backward import head_backward
 from ...backends.triton.cells.backward import CellPlan, cell_backward, lists_of
 from ...backends.triton.cells.lists import cell_lists
@@ -56,6 +58,15 @@ CACHE_CASES: dict[str, dict[str, Any]] = {
     "fp32 cache": dict(dtype=torch.float32),
     "fp64 cache": dict(dtype=torch.float64),
 }
+# Options of `meta_head` for the cases of (row, id) pairs.
+PAIR_CASES: dict[str, dict[str, Any]] = {
+    "bf16 pairs": {},
+    "bf16 pairs everything": dict(rank=64, **_LOGIT_OPTIONS),
+    "bf16 pairs ragged": dict(width=2881, vocab=50_257),
+    "fp16 pairs": dict(dtype=torch.float16),
+    "fp32 pairs": dict(dtype=torch.float32),
+    "fp64 pairs": dict(dtype=torch.float64),
+}
 OBJECTIVES: dict[str, Objective] = {
     "gspo": Objective(),
     "gspo everything": Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=3.0),
@@ -80,11 +91,21 @@ SHAPE_CASES = (
     "bf16 cells",
     "bf16 cells added",
     "fp16 cells",
+    "bf16 pairs",
 )
 # The heads compiled for each (H, V) of Llama 2, GPT-2, Llama 3, Qwen (small and large models) and Gemma. All shapes
 # share their tile kernels, because H and V are ordinary arguments. The block-sparse products differ, and are compiled
 # in bf16 only.
-SHARED_CASES = ("bf16", "bf16 entropy", "bf16 temperature", "fp16", "fp32", "bf16 cells", "bf16 cells added")
+SHARED_CASES = (
+    "bf16",
+    "bf16 entropy",
+    "bf16 temperature",
+    "fp16",
+    "fp32",
+    "bf16 cells",
+    "bf16 cells added",
+    "bf16 pairs",
+)
 SHAPES = [(h, v) for v in (32_000, 50_257, 128_256, 151_936, 152_064, 262_144) for h in (896, 2560, 4096)]
 
 
@@ -98,6 +119,7 @@ def runs(
     heads += [(name, options, partial(forward_and_backward, cached=True)) for name, options in CACHE_CASES.items()]
     cached = partial(live_cells, added=False, cached=True)
     heads += [(name + " cache", options, cached) for name, options in CELL_CASES.items()]
+    heads += [(name, options, pairs_of_head) for name, options in PAIR_CASES.items()]
     if shape is not None:
         sizes: dict[str, Any] = dict(width=shape[0], vocab=shape[1], rows=256)  # few rows: few slabs
         heads = [(name, options | sizes, run) for name, options, run in heads if name in of_shape]
@@ -146,10 +168,11 @@ def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
     """Run forward and dense backward. If `cached`, keep the exponentials of all rows."""
     result, kept = forward_and_keep(head, cache=cache_of(head) if cached else None)
     d_entropy = torch.ones_like(result.entropy) if head.entropy else None
-    needs = NeedsGradient(
-        True, True, head.bias is not None, head.adapter_hidden is not None, head.adapter_weight is not None
-    )
-    head_backward(head, result, torch.ones_like(result.log_probs), d_entropy, needs, kept=kept)
+    head_backward(head, result, torch.ones_like(result.log_probs), d_entropy, _needs(head), kept=kept)
+
+
+def _needs(head: HeadRows) -> NeedsGradient:
+    return NeedsGradient(*(getattr(head, name) is not None for name in NeedsGradient._fields))
 
 
 def cache_of(head: HeadRows) -> Cache:
@@ -190,6 +213,15 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
     needs = NeedsGradient(True, True, False, False, False)
     plan = CellPlan(n, True, lists, begin, lists.row_blocks * config.block_n)
     cell_backward(rows, head.vocab_size, config, needs, plan)
+
+
+def pairs_of_head(head: HeadRows, ids_per_row: int = 16) -> None:
+    """Compute the logits of (row, id) pairs, and the gradients of all operands."""
+    n, device = head.hidden.shape[0], head.hidden.device
+    empty = torch.empty(n * ids_per_row, dtype=torch.int64, device=device)
+    pairs = Pairs(torch.empty(n + 1, dtype=torch.int64, device=device), empty, empty, empty > 0)
+    logits, slope = logits_at(kernels, head, pairs)
+    gradients_at(kernels, head, pairs, slope, logits, _needs(head))
 
 
 def loss(objective: Objective, dtype: torch.dtype, rows: int = 8192, sequences: int = 16) -> None:

@@ -1,0 +1,211 @@
+"""`KeptSets`: the ids that a truncating sampler kept for each token (top-k, top-p, min-p).
+
+Such a sampler draws a token from the softmax over a few ids, not over the vocabulary. `linear_log_probs` and
+`gspo_fused_loss` compute log-probs over the same ids if they are given these sets. The constructors accept the layouts
+in which inference engines and trainers hand them over (docs/guides/truncated_sampling.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .validation import Checks, Unquoted
+
+EMPTY = ("error", "vocabulary")
+ORDERS = ("vllm", "transformers")
+
+
+class KeptSets(NamedTuple):
+    """A set of ids for each token, in the order of the rows: token i of the batch has ids[offsets[i] : offsets[i + 1]].
+
+    A padded batch [B, T] has N = B * T rows, sequence after sequence. The sets of masked tokens are not used. Sets may
+    be in any order. They must contain the token that was sampled.
+
+    Args:
+        ids: [K] int32 or int64.
+        offsets: [N + 1] int32 or int64, from 0 to K.
+        empty: meaning of an empty set at an unmasked token. "error": it is invalid. "vocabulary": the token's log-prob
+            is over the full vocabulary (slime, prime-rl and SkyRL, for tokens that the sampler did not draw).
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    empty: str = "error"
+
+    @staticmethod
+    def from_padded(
+        ids: Tensor, *, sizes: Tensor | None = None, fill: int | None = None, empty: str = "error"
+    ) -> KeptSets:
+        """Make sets from `ids` [B, T, k] or [N, k], padded at the end of each set or, with `fill`, anywhere.
+
+        Args:
+            ids: int32 or int64.
+            sizes: [B, T] or [N], the number of ids in each set (NeMo RL).
+            fill: the value of padding; with -1, all negative values are padding (SkyRL). Exactly one of `sizes` and
+                `fill` is required.
+            empty: see `KeptSets`.
+        """
+        check = Checks("KeptSets.from_padded")
+        if not isinstance(ids, Tensor) or ids.ndim not in (2, 3):
+            check.fail("ids", "a tensor [B, T, k] or [N, k]", ids, TypeError)
+        if (sizes is None) == (fill is None):
+            check.fail("sizes", "given or None, and fill the other way round", sizes)
+        if sizes is not None:
+            if not isinstance(sizes, Tensor) or sizes.shape != ids.shape[:-1]:
+                check.fail("sizes", f"a tensor {list(ids.shape[:-1])}", sizes)
+            if sizes.numel() and not 0 <= int(sizes.min()) <= int(sizes.max()) <= ids.shape[-1]:
+                check.fail("sizes", f"from 0 to k = {ids.shape[-1]}", Unquoted(sizes.aminmax()))
+            kept = torch.arange(ids.shape[-1], device=ids.device) < sizes[..., None]
+        else:
+            kept = ids >= 0 if fill == -1 else ids != fill
+        return KeptSets(ids[kept], _offsets(kept.sum(-1).reshape(-1)), empty)
+
+    @staticmethod
+    def from_counts(ids: Tensor, counts: Tensor, *, empty: str = "error") -> KeptSets:
+        """Make sets from all ids, [K] in the order of the tokens, and the size of each set, [B, T] or [N]: prime-rl."""
+        check = Checks("KeptSets.from_counts")
+        if not isinstance(counts, Tensor) or counts.is_floating_point():
+            check.fail("counts", "a tensor [B, T] or [N] of integers", counts, TypeError)
+        if counts.numel() and int(counts.min()) < 0:
+            check.fail("counts", "at least 0", int(counts.min()))
+        if not isinstance(ids, Tensor) or ids.ndim != 1 or int(counts.sum()) != ids.shape[0]:
+            check.fail("ids", f"a tensor [K] with K = {int(counts.sum())}, the sum of counts", ids)
+        return KeptSets(ids, _offsets(counts.reshape(-1)), empty)
+
+    @staticmethod
+    def from_lists(
+        sets: Sequence[Any], *, length: int | None = None, empty: str = "error", device: torch.device | str = "cpu"
+    ) -> KeptSets:
+        """Make sets from nested lists: for each answer, for each of its tokens, the ids (vLLM, SGLang).
+
+        Args:
+            sets: one entry per answer.
+            length: T of a padded batch [B, T]; the tokens of an answer are its first tokens. None: a packed batch.
+            empty: see `KeptSets`.
+            device: of the result.
+        """
+        check = Checks("KeptSets.from_lists")
+        samples = []
+        for answer in sets:
+            if any(not isinstance(x, Sequence) for x in answer):
+                check.fail("sets", "a list per answer of a list per token of ids", Unquoted("numbers in an answer"))
+            ids = torch.tensor([x for token in answer for x in token], dtype=torch.int64, device=device)
+            samples.append((ids, _offsets(torch.tensor([len(token) for token in answer], device=device))))
+        return _joined(check, "sets", samples, length, empty)
+
+    @staticmethod
+    def from_samples(
+        samples: Sequence[tuple[Tensor, Tensor]], *, length: int | None = None, empty: str = "error"
+    ) -> KeptSets:
+        """Make sets from a pair (ids [k], offsets [tokens + 1]) for each answer (slime, miles).
+
+        `length` and `empty` are those of `from_lists`.
+        """
+        return _joined(Checks("KeptSets.from_samples"), "samples", samples, length, empty)
+
+    @staticmethod
+    def from_mask(mask: Tensor, *, empty: str = "error") -> KeptSets:
+        """Make sets from a mask [B, T, V] or [N, V], True at the ids of each set."""
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim not in (2, 3):
+            Checks("KeptSets.from_mask").fail("mask", "a bool tensor [B, T, V] or [N, V]", mask, TypeError)
+        flat = mask.flatten(0, -2)
+        return KeptSets(flat.nonzero()[:, 1], _offsets(flat.sum(-1)), empty)
+
+    @staticmethod
+    def from_logits(
+        logits: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        order: str = "vllm",
+        empty: str = "error",
+    ) -> KeptSets:
+        """Compute which ids a sampler keeps, from its own logits [B, T, V] or [N, V].
+
+        This is for samplers that do not return their sets. Do not pass the logits of a trainer: rounding changes a
+        quarter to a half of the sets, and a sampled token outside of its set has the log-prob -inf.
+
+        Args:
+            logits: before the temperature.
+            temperature: divides the logits.
+            top_k: number of largest logits to keep; ties with the last of them are also kept. None or 0: all.
+            top_p: smallest total probability of the ids to keep, largest first.
+            min_p: smallest probability to keep, relative to the largest.
+            order: "vllm": min_p comes before top_p. "transformers": after it.
+            empty: see `KeptSets`.
+        """
+        check = Checks("KeptSets.from_logits")
+        if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim not in (2, 3):
+            check.fail("logits", "a floating-point tensor [B, T, V] or [N, V]", logits, TypeError)
+        check.choice("order", order, ORDERS)
+        check.number("temperature", temperature, "a number > 0", lambda x: x > 0)
+        check.number("top_k", top_k or 0, "an integer of at least 0, or None", lambda x: x >= 0 and x == int(x))
+        check.number("top_p", top_p, "a number > 0 and at most 1", lambda x: 0 < x <= 1)
+        check.number("min_p", min_p, "a number from 0 to below 1", lambda x: 0 <= x < 1)
+        z = logits.flatten(0, -2).double() / temperature
+
+        def apply_min_p(z: Tensor) -> Tensor:
+            p = z.softmax(-1)
+            return z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf) if min_p > 0 else z
+
+        if order == "vllm":
+            z = apply_min_p(z)
+        if top_k:
+            z = z.masked_fill(z < z.topk(min(int(top_k), z.shape[-1])).values[..., -1:], -torch.inf)
+        if top_p < 1:
+            ascending, index = z.sort(dim=-1)
+            dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+            dropped[..., -1] = False
+            z = z.masked_fill(dropped.scatter(-1, index, dropped), -torch.inf)
+        if order == "transformers":
+            z = apply_min_p(z)
+        return KeptSets.from_mask(z > -torch.inf, empty=empty)
+
+    def to(self, device: torch.device | str) -> KeptSets:
+        """Move the sets to a device."""
+        return KeptSets(self.ids.to(device), self.offsets.to(device), self.empty)
+
+    def select(self, tokens: Tensor) -> KeptSets:
+        """Return the sets of some tokens: their numbers in the batch, [n] int64, or a bool mask [N]."""
+        tokens = tokens.reshape(-1)
+        if tokens.dtype == torch.bool:
+            tokens = tokens.nonzero()[:, 0]
+        sizes = self.sizes[tokens]
+        offsets = _offsets(sizes)
+        skipped = torch.repeat_interleave(self.offsets[:-1][tokens] - offsets[:-1], sizes)  # before each set
+        return KeptSets(self.ids[skipped + torch.arange(len(skipped), device=tokens.device)], offsets, self.empty)
+
+    @property
+    def sizes(self) -> Tensor:
+        """The number of ids of each token, [N]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    """[N] -> [N + 1] int64."""
+    return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int64), (1, 0))
+
+
+def _joined(
+    check: Checks, name: str, samples: Sequence[tuple[Tensor, Tensor]], length: int | None, empty: str
+) -> KeptSets:
+    """Join the sets of several answers, packed or, with a length, padded with empty sets to `length` tokens each."""
+    if not samples:
+        check.fail(name, "the sets of at least one answer", Unquoted("none"))
+    ids, sizes = [], []
+    for of_ids, offsets in samples:
+        count = len(offsets) - 1
+        if length is not None and count > length:
+            check.fail("length", f"at least {count}, the tokens of an answer", length)
+        if len(of_ids) != int(offsets[-1]):
+            check.fail(name, f"{int(offsets[-1])} ids, as many as the offsets of the answer say", len(of_ids))
+        padding = 0 if length is None else length - count
+        ids.append(of_ids)
+        sizes.append(torch.nn.functional.pad(offsets[1:] - offsets[:-1], (0, padding)))
+    return KeptSets(torch.cat(ids), _offsets(torch.cat(sizes)), empty)

@@ -9,6 +9,7 @@ COMMANDS = {
     "step": "suites.step",
     "trainer": "suites.trainer",
     "skip": "suites.skip",
+    "kept_sets": "suites.kept_sets",
     "sparsity": "suites.sparsity",
     "fidelity": "studies.fidelity",
     "precision": "studies.precision",

@@ -11,6 +11,7 @@ vocabulary. Then log-probs of K extra ids per token, from full logits and ours. 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from .options import DTYPES, device_of, parser_of, positive, say
 
 SIZES = (1, 2, 8, 64, 1024)  # mean number of ids in a set
 EXTRA = (1, 32, 128)  # extra ids per token
+FIRST_ID = 20  # id + FIRST_ID has a log-uniform distribution
 LARGEST = 2048  # ids in a set, as engines allow
 CHECKED = 256  # tokens whose gradients are compared with float64
 FULL, COPY, OURS, VOCABULARY = "masked full logits", "copied rows of the head", "ours", "ours, full vocabulary"
@@ -52,29 +54,30 @@ class Batch(NamedTuple):
 
 def make(shape: Shape, kind: str, count: int, dtype: torch.dtype, device: torch.device) -> Batch:
     """Make a batch with sets of `count` ids on average (kind "sets"), or with `count` extra ids (kind "extra")."""
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator(device).manual_seed(0)
     rows, width, vocab = shape
-    hidden, weight = torch.randn(rows, width, generator=rng), torch.randn(vocab, width, generator=rng) / width**0.5
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, device=device)
 
     def ids(*size: int) -> Tensor:
-        return (20 * (torch.rand(size, generator=rng) * torch.tensor(vocab / 20 + 1).log()).exp() - 20).long().clamp(0)
+        uniform = torch.rand(size, generator=rng, device=device)
+        return (FIRST_ID * ((uniform * math.log(vocab / FIRST_ID + 1)).exp() - 1)).long().clamp(0, vocab - 1)
 
-    target_ids = ids(rows).clamp(max=vocab - 1)
+    hidden, weight, target_ids = randn(rows, width), randn(vocab, width) / width**0.5, ids(rows)
     sets = extra = None
     if kind == "sets":
-        spread = torch.randn(rows, generator=rng).mul(1.5).exp()
+        spread = randn(rows).mul(1.5).exp()
         sizes = (spread / spread.mean() * (count - 1)).round().long().clamp(0, min(LARGEST, vocab // 4) - 1)
-        token = torch.repeat_interleave(torch.arange(rows), sizes)
-        keys = torch.cat(
-            [token * vocab + ids(len(token)).clamp(max=vocab - 1), torch.arange(rows) * vocab + target_ids]
-        )
-        keys = keys.unique()
-        sets = KeptSets.from_counts(keys % vocab, torch.bincount(keys // vocab, minlength=rows)).to(device)
+        row = torch.arange(rows, device=device)
+        token = torch.repeat_interleave(row, sizes)
+        keys = torch.cat([token * vocab + ids(len(token)), row * vocab + target_ids]).unique()
+        sets = KeptSets.from_counts(keys % vocab, torch.bincount(keys // vocab, minlength=rows))
     else:
-        extra = ids(rows, count).clamp(max=vocab - 1).to(device)
-    upstream = torch.randn((rows,) if extra is None else extra.shape, generator=rng).to(device) / rows
-    hidden, weight = (x.to(device, dtype).requires_grad_() for x in (hidden, weight))
-    return Batch(hidden, weight, target_ids.to(device), sets, extra, upstream)
+        extra = ids(rows, count)
+    upstream = randn(rows, *(() if extra is None else (count,))) / rows
+    hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+    return Batch(hidden, weight, target_ids, sets, extra, upstream)
 
 
 def full_logits(batch: Batch) -> Tensor:

@@ -254,7 +254,8 @@ def test_sets_of_logits_are_those_of_transformers(top_k: int | None, top_p: floa
 # -- bad input
 
 
-def test_bad_sets_are_named() -> None:
+def test_bad_sets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_CHECK", "1")
     hidden, weight, ids, sets = rows_of(4)
     zeros, beyond = torch.zeros_like(sets.ids), sets.ids.clone()
     beyond[-1] = 90

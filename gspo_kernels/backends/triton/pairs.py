@@ -113,7 +113,7 @@ def sum_pairs(
 
 def pair_products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     """Multiply rows: sum over h of left[row, h] right[id, h], [K]; 0 for negative ids. The host reads no values."""
-    config = pair_config(left.dtype)
+    config = pair_config("products", left.dtype)
     out = left.new_empty(pairs.ids.shape[0], dtype=accumulator(left.dtype))
     launch(
         multiply_pairs,
@@ -143,7 +143,7 @@ def pair_sums(factors: Tensor, matrix: Tensor, index: Tensor, groups: Groups, co
 
     The host reads no values.
     """
-    config = pair_config(factors.dtype)
+    config = pair_config("sums", factors.dtype)
     out = matrix.new_zeros(count, matrix.shape[1])
     launch(
         sum_pairs,

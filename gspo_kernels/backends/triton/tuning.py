@@ -88,7 +88,9 @@ REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # block_n: tokens of a sequence that the kernels of the loss process at a time.
 _SEQUENCE, _DOUBLE_SEQUENCE = Config(block_n=256, warps=4), Config(block_n=128, warps=4)
-_PAIRS, _DOUBLE_PAIRS = Config(block_n=16, block_h=256, warps=4), Config(block_n=16, block_h=128, warps=4)
+# Kernels of (row, id) pairs: block_n pairs and block_h elements of H at a time. Of 26 shapes in bf16 on an H200, none
+# was faster by more than 15 % for sets of 8 and of 64 ids (benchmarks/NOTES.md).
+_PAIR_PRODUCTS, _PAIR_SUMS = Config(block_n=4, block_h=256, warps=4), Config(block_n=4, block_h=1024, warps=4)
 LIST = Config(block_n=1024, warps=4)  # block_n: cells that one program lists
 
 _assumed: str | None = None
@@ -144,9 +146,10 @@ def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     return replace(config, stages=_AMD_STAGES) if is_amd(device) else config
 
 
-def pair_config(dtype: torch.dtype) -> Config:
-    """Config of the kernels of (row, id) pairs. block_n: pairs at a time, block_h: elements of H at a time."""
-    return _DOUBLE_PAIRS if dtype == torch.float64 else _PAIRS
+def pair_config(kernel: str, dtype: torch.dtype) -> Config:
+    """Config of "products" or "sums" of (row, id) pairs, with sums in `dtype`."""
+    config = _PAIR_SUMS if kernel == "sums" else _PAIR_PRODUCTS
+    return replace(config, block_h=config.block_h // 2) if dtype == torch.float64 else config
 
 
 def sequence_config(dtype: torch.dtype) -> Config:

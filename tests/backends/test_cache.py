@@ -248,8 +248,8 @@ def test_log_probs_drop_at_most_the_budget(budget: float, std: float, cached: bo
         d = torch.where(head.mask, d, torch.nan)  # what a loss gives masked rows does not count
         hidden = head.hidden.nan_to_num().requires_grad_()
         weight = head.weight.requires_grad_()
-        # Tiles as on a CPU: the torch backend's tiles on a GPU have more rows than this batch.
-        with small_tiles(128, 4032), choices() as decisions, launches() as seen:
+        # Tiles as on a CPU: one of the torch backend's tiles on a GPU would hold this batch.
+        with small_tiles(128, 168), choices() as decisions, launches() as seen:
             out = linear_log_probs(
                 hidden,
                 weight,

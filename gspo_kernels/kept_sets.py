@@ -171,6 +171,17 @@ class KeptSets(NamedTuple):
         """Move the sets to a device."""
         return KeptSets(self.ids.to(device), self.offsets.to(device), self.empty)
 
+    def including(self, target_ids: Tensor) -> KeptSets:
+        """Add the target ids, N of them, to the sets that lack them. Empty sets stay empty, as in slime."""
+        target_ids = target_ids.reshape(-1)
+        token = torch.repeat_interleave(torch.arange(len(target_ids), device=self.ids.device), self.sizes)
+        present = torch.zeros_like(target_ids, dtype=torch.bool)
+        present[token[self.ids == target_ids[token]]] = True
+        absent = (~present & (self.sizes > 0)).nonzero()[:, 0]
+        token, order = torch.cat([token, absent]).sort(stable=True)
+        ids = torch.cat([self.ids, target_ids[absent].to(self.ids.dtype)])[order]
+        return KeptSets(ids, _offsets(torch.bincount(token, minlength=len(target_ids))), self.empty)
+
     def select(self, tokens: Tensor) -> KeptSets:
         """Return the sets of some tokens: their numbers in the batch, [n] int64, or a bool mask [N]."""
         tokens = tokens.reshape(-1)

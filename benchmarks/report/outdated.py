@@ -40,6 +40,12 @@ MOVED_BY = {
     "compare": TRAINING,
     "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
     "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/peaked.py", "benchmarks/peers.py"),
+    "kept_sets": (
+        "gspo_kernels/backends/pairs.py",
+        "gspo_kernels/backends/t*/pairs.py",
+        "gspo_kernels/*/pairs.py",
+        "benchmarks/suites/kept_sets.py",
+    ),
     "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
     "policy": (*LOSS, "benchmarks/studies/policy.py"),
     "precision": (*LOSS, "benchmarks/studies/precision.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -153,6 +154,30 @@ def skip(results: Results) -> Texts:
         rows.append((f"peak memory with {name}", *peaks))
     header = ("answers with advantage 0", *(f"{1 - record['rows_run']:.0%}" for record in shares))
     return {"table": table(header, rows)}
+
+
+def kept_sets(results: Results) -> dict[str, Any]:
+    tables, ours_least = {}, math.inf
+    for kind in ("sets", "extra"):
+        batches = [batch for batch in results["batches"] if batch["kind"] == kind]
+        names = [way["name"] for way in batches[0]["ways"]]
+        rows = []
+        for batch in batches:
+            ways = by_name(batch["ways"])
+            label = f"{batch['mean']:.3g} (at most {batch['largest']:,})" if kind == "sets" else str(batch["count"])
+            cells = []
+            for name in names:
+                way = ways[name]
+                size = f"{way['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in way else ""
+                error = f", {way['error']:.1e}" if way.get("error") else ""
+                cells.append(way.get("does_not_fit") or f"{1e3 * way['seconds']:.1f} ms, {size}{error}")
+            rows.append((label, *cells))
+            if kind == "sets":
+                ours_least = min(ours_least, ways["ours"]["seconds"])
+        first = "ids in a set" if kind == "sets" else "extra ids"
+        header = (first, *map(shown, names))
+        tables[kind] = table([x.removeprefix("masked ") if kind == "extra" else x for x in header], rows)
+    return {**tables, "least": f"{1e3 * ours_least:.0f} ms"}
 
 
 def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:
@@ -329,7 +354,7 @@ def gpu(results: Results) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Results], dict[str, Any]]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
-    "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu,
+    "kept_sets": kept_sets, "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu,
     **dict.fromkeys(
         ("compare", "moe", "rounding"),
         lambda results: {"table": table(*compare_report.rows(results))},

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo_kernels import Objective, linear_log_probs
+from gspo_kernels import KeptSets, Objective, linear_log_probs
 from gspo_kernels.reference import kl_to_reference
 from gspo_kernels.validation import Checks, Unquoted
 
@@ -44,12 +44,13 @@ def head(args: Any, **options: Any) -> None:
             the softmax includes Megatron's padding of the vocabulary, as in slime.
 
     Raises:
-        ValueError: --rollout-top-p is not 1, --enable-mtp-training is set, or this is slime's log-prob server.
-            When slime calls the model, output layers that `model_log_probs` refuses raise the same errors.
+        ValueError: --rollout-top-p is not 1 with --allgather-cp, --enable-mtp-training is set, or this is slime's
+            log-prob server. When slime calls the model, output layers that `model_log_probs` refuses raise the same
+            errors.
     """
     check = Checks("slime.head")
-    if args.rollout_top_p != 1.0:
-        check.fail("--rollout-top-p", "1.0, because log-probs of truncated sampling need logits", args.rollout_top_p)
+    if args.rollout_top_p != 1.0 and args.allgather_cp:
+        check.fail("--rollout-top-p", "1.0 with --allgather-cp", args.rollout_top_p)
     if args.enable_mtp_training:
         check.fail("--enable-mtp-training", "False, because losses of multi-token prediction need logits", True)
     if f"{_PACKAGE}.server.logprob_utils" in sys.modules:
@@ -119,6 +120,8 @@ class _Head:
         response_lengths: list[int],
         with_entropy: bool = False,
         non_loss_data: bool = True,
+        top_p_token_ids: list[Tensor] | None = None,
+        top_p_token_offsets: list[Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, list[Tensor]]]:
         """Compute log-probs and entropies of the response tokens. Replaces slime's `get_log_probs_and_entropy`.
 
@@ -126,6 +129,8 @@ class _Head:
             logits: the hidden states, [1, T, H], where slime passes the output of the model.
             unconcat_tokens, total_lengths, response_lengths: of each sample of the packed micro-batch.
             non_loss_data: not used.
+            top_p_token_ids, top_p_token_offsets: with --rollout-top-p, the ids that the sampler kept for the response
+                tokens of each sample. Entropies are over the full vocabulary, as in slime.
 
         Returns:
             An empty tensor, and lists with one tensor [R] per sample, for its response tokens. Under context
@@ -144,23 +149,45 @@ class _Head:
             ),
             strict=True,
         )
-        out = linear_log_probs(
-            torch.cat(rows).to(self.weight.dtype),  # Float16Module converted them to fp32
-            self.weight,
-            torch.cat(ids),
-            temperature=args.rollout_temperature,
-            entropy=with_entropy,
-            **layer_options(self.layer),
-            **self.options,
-        )
+        tensors = torch.cat(rows).to(self.weight.dtype), self.weight, torch.cat(ids)  # Float16Module made fp32 rows
+        options = dict(temperature=args.rollout_temperature, **layer_options(self.layer), **self.options)
         counts = [len(x) for x in ids]
-        results = {"log_probs": list(out.log_probs.split(counts))}
-        if out.entropy is not None:
-            entropy = out.entropy if args.entropy_coef != 0 else out.entropy.detach()
+        log_probs = entropy = None
+        if top_p_token_ids is not None and top_p_token_offsets is not None:
+            sets = _kept_sets(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths, tensors[2])
+            log_probs = linear_log_probs(*tensors, kept_sets=sets, **options).log_probs
+        if log_probs is None or with_entropy:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (log_probs is None or args.entropy_coef != 0)):
+                full = linear_log_probs(*tensors, entropy=with_entropy, **options)
+            log_probs, entropy = full.log_probs if log_probs is None else log_probs, full.entropy
+        results = {"log_probs": list(log_probs.split(counts))}
+        if entropy is not None:
+            entropy = entropy if args.entropy_coef != 0 else entropy.detach()
             results["entropy"] = list(entropy.split(counts))
         if args.allgather_cp:
             slime_loss._allgather_cp_redistribute(results, logits_local_len=logits.shape[1], **lengths)
         return logits.new_empty(0), results
+
+
+def _kept_sets(
+    ids: list[Tensor],
+    offsets: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    target_ids: Tensor,
+) -> KeptSets:
+    """Make the sets of this rank's response tokens. Empty sets and absent targets mean what they mean in slime."""
+    cp_utils = sys.modules[f"{_PACKAGE}.cp_utils"]
+    pairs = [
+        tuple(torch.as_tensor(x, device=target_ids.device) for x in pair) for pair in zip(ids, offsets, strict=True)
+    ]
+    sets = KeptSets.from_samples(pairs, empty="vocabulary")
+    start, tokens = 0, []
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        all_tokens = torch.arange(start, start + response, device=target_ids.device)
+        tokens.append(cp_utils.slice_log_prob_with_cp(all_tokens, total, response))  # this rank's part of them
+        start += response
+    return sets.select(torch.cat(tokens)).including(target_ids)
 
 
 def loss(

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from helpers.pages import INTEGRATIONS, code_blocks
 from helpers.ranks import run_ranks
 from tolerance import CHECKOUT_METRIC_ABSOLUTE, CHECKOUT_RELATIVE, METRIC_RELATIVE
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspo_kernels import Objective, policy_loss
 from gspo_kernels.integrations.trainers import prime_rl, slime
@@ -321,6 +321,9 @@ CASES = [
     Case(TP, TERMS, sequence_parallel=True),
     Case(CP, {}),
     Case(CP, {"allgather_cp": True, "entropy_coef": 0.01}),
+    Case({}, {"rollout_top_p": 0.9, "entropy_coef": 0.01}),
+    Case(TP, {"rollout_top_p": 0.9}),
+    Case(CP, {"rollout_top_p": 0.9}),
 ]
 current = CASES[0]
 
@@ -370,6 +373,12 @@ class Slime:
             "advantages": self.local(advantages),
             "micro_batch_indices": [[0, 1], [2, 3]],
         }
+        # Some sets are empty, and some lack the sampled token: slime adds it.
+        sizes = [torch.randint(0, 6, (x,), generator=rng) for x in RESPONSES]
+        self.rollout["rollout_top_p_token_offsets"] = [nn.functional.pad(x.cumsum(0), (1, 0)) for x in sizes]
+        self.rollout["rollout_top_p_token_ids"] = [
+            torch.cat([torch.randperm(V - 3, generator=rng)[:size] for size in x.tolist()]) for x in sizes
+        ]
 
     def local(self, of_samples: list[Tensor]) -> list[Tensor]:
         """Return this context-parallel rank's part of the values of each response token."""
@@ -380,7 +389,8 @@ class Slime:
         """Run slime's `forward_only` and `train_one_step`."""
         model = self.model.get_model_provider_func(args, "actor")(pre_process=True, post_process=True)
         batches = self.data.get_data_iterator(self.rollout)
-        scores = self.model.forward_only(self.loss.get_log_probs_and_entropy, args, [model], batches, [2])
+        replay = {"use_rollout_top_p_replay": True} if args.rollout_top_p != 1 else {}
+        scores = self.model.forward_only(self.loss.get_log_probs_and_entropy, args, [model], batches, [2], **replay)
         if "log_probs" not in self.rollout:  # the first call's are the old log-probs of all calls, near the new ones
             noise = self.local(self.noise)
             old = [x + 2e-3 * n for x, n in zip(scores["log_probs"], noise, strict=True)]

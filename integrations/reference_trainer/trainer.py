@@ -301,7 +301,8 @@ class Training:
                 rewards.append(scored)
                 for i, answer in enumerate(answers[: config.samples - len(samples)]):
                     components = {name: values[i] for name, values in scored.components.items()}
-                    sample = {**vars(answer.example), "completion": answer.text}
+                    example = answer.example
+                    sample = {"prompt": example.prompt, "answer": example.answer, "completion": answer.text}
                     reward = scored.total[i] if scored.scored[i] else None
                     samples.append({**sample, "reward": reward, "components": components})
         together = joined(distributed.gather(joined(rewards)))

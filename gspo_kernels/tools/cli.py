@@ -82,6 +82,8 @@ def train(
 
     disable_progress_bar()  # transformers' progress bar would overwrite ours
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    if not console.is_terminal:
+        console.width = 120  # fixed, so that tables in a log do not wrap
     try:
         settings = trainer.read_config(config, options or (), resume)
         if dry_run:
@@ -95,6 +97,8 @@ def train(
     except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
         fail(error)
     console.print(report.table())
+    for line in report.summary():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for warning in report.warnings():
         console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
     console.print(f"metrics: {report.folder / 'metrics.jsonl'}", soft_wrap=True)

@@ -31,7 +31,7 @@ def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None
     if task is not None:
         task = replace(task, rewards=replace(task.rewards, components=components or task.rewards.components))
     elif config.data is not None:
-        task = jsonl_task(config.data, config.eval_prompts, components)
+        task = jsonl_task(config.data, config.eval_prompts, components, config.eval_data)
     elif config.model is not None and not config.task:
         raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
     else:
@@ -57,19 +57,36 @@ def components_of(reward: Reward) -> tuple[RewardComponent, ...]:
     return tuple(components)
 
 
-def jsonl_task(path: Path, held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
+def jsonl_task(
+    path: Path, held_out: int, rewards: Sequence[RewardComponent] = (), eval_data: Path | None = None
+) -> Task:
     """Make a task from a jsonl file. `held_out` prompts, but at most a fifth of the file, are kept for evaluation.
 
-    Without `rewards`, the reward is `answer_found`.
+    Args:
+        rewards: if there are none, the reward is `answer_found`.
+        eval_data: a jsonl file whose prompts are all used for evaluation. None of `path` are held out then.
 
     Raises:
-        InputError: the file or a line cannot be used. The message names the file, and the line if it is at fault.
+        InputError: a file or a line cannot be used, or both files have a prompt. The message names the file, and the
+            line if it is at fault.
     """
     examples = read_examples("data", path, needs_answer=not rewards)
+    default = Rewards((RewardComponent("answer_found", 1.0, answer_found),))
+    if eval_data is not None:
+        evaluated = read_examples("eval_data", eval_data, needs_answer=not rewards)
+        for option, file, of_file in (("data", path, examples), ("eval_data", eval_data, evaluated)):
+            if not of_file:
+                raise InputError(f"{option} {file}: expected at least 1 prompt, got 0")
+        if shared := {x.key for x in examples} & {x.key for x in evaluated}:
+            raise InputError(
+                f"eval_data {eval_data}: expected prompts that are not in data {path}, got {len(shared)} that are, "
+                f"such as {min(shared)[:60]!r}"
+            )
+        chosen = Rewards(tuple(rewards)) if rewards else default
+        return Task(path.stem, examples, evaluated, chosen, split=f"all {len(evaluated)} prompts of {eval_data}")
     if len(examples) < 2:
         raise InputError(f"data {path}: expected at least 2 different prompts (one is held out), got {len(examples)}")
     held_out = max(1, min(held_out, len(examples) // 5))
-    default = Rewards((RewardComponent("answer_found", 1.0, answer_found),))
     return make_task(path.stem, examples, held_out, rewards, default)
 
 

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .config import TrainConfig
 from .distributed import rank
+from .evaluation import read_estimate, suffixes
 from .report import Row, lacks_signal, likely_cause
 
 SHOWN = {"reward": "training reward {:.3f}", "clip_fraction": "clip fraction {:.3f}"}
@@ -63,5 +64,7 @@ class TrainingProgress(Progress):
         place = f"seed {self._seed}  step {row['step']} of {self._config.steps}"
         means = [text.format(fmean(r[name] for r in self._rows)) for name, text in SHOWN.items() if self._rows]
         if self._lines:
-            self.say("  ".join([place, f"held-out reward {row['eval_reward']:.3f}", *means]))
+            estimates = {suffix: read_estimate(row, "eval_reward", suffix) for suffix in suffixes(row)}
+            held_out = [f"{suffix[1:] or 'held-out reward'} {x}" for suffix, x in estimates.items() if x is not None]
+            self.say("  ".join([place, *held_out, *means]))
         self._rows = []

@@ -7,7 +7,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +19,14 @@ from rich.table import Table
 
 from gspo_kernels.extras import MissingExtraError, needs
 
+from ..tasks import Example
 from .checkpoints import WriteError, check_form, naming, remove, replacing, write_checkpoint
 from .config import InputError, TrainConfig
 from .curves import plot_curves
 from .distributed import gather, rank, whole_weights
+from .evaluation import FEWEST, Estimate, read_estimate, suffixes, verdict
 from .policy import Policy
-from .resuming import RECORD
+from .resuming import HELD_OUT, RECORD
 from .trackers import Trackers
 
 try:
@@ -65,6 +67,22 @@ def likely_cause(rows: list[Row]) -> str:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """A held-out reward before the first update and in the last evaluation: the total, or a component."""
+
+    name: str
+    prompts: int
+    start: Estimate | None  # None: the reward applied to no prompt, or the run did not have it
+    end: Estimate | None
+    change: Estimate | None  # of the differences prompt by prompt; None: start and end cannot be compared
+
+    @property
+    def verdict(self) -> str:
+        """ "better", "worse", "not decided", or "not comparable"."""
+        return "not comparable" if self.change is None else verdict(self.change, self.prompts)
+
+
+@dataclass(frozen=True)
 class SeedResult:
     """Summary of one seed's training."""
 
@@ -73,6 +91,7 @@ class SeedResult:
     end_reward: float  # on held-out prompts, in the last evaluation
     clip_fraction: float  # mean over the first half of the steps
     seconds: float
+    held_out: tuple[HeldOut, ...] = ()  # the total, then each component if there are several
     no_signal: str = ""  # the likely cause, if no step had a group with different rewards
 
     @classmethod
@@ -82,13 +101,41 @@ class SeedResult:
         clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
         no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""
         seconds = sum(row["seconds"] for row in steps)
-        held_out = [row["eval_reward"] for row in rows if "eval_reward" in row]
-        return cls(seed, held_out[0], held_out[-1], clip_fraction, seconds, no_signal)
+        first, *_, last = [rows[0], *(row for row in rows if "eval_reward" in row)]
+        held_out = tuple(
+            HeldOut(
+                suffix.removeprefix("/") or "total",
+                last["eval_prompts"],
+                read_estimate(first, "eval_reward", suffix),
+                read_estimate(last, "eval_reward", suffix),
+                read_estimate(last, "eval_change", suffix),
+            )
+            for suffix in suffixes(last)
+        )
+        return cls(seed, first["eval_reward"], last["eval_reward"], clip_fraction, seconds, held_out, no_signal)
 
     @property
     def rise(self) -> float:
         """Gain in held-out reward."""
         return self.end_reward - self.start_reward
+
+    def sentence(self) -> str:
+        """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
+        total, *components = self.held_out
+        if total.change is None:
+            missing = "no held-out prompt has a reward" if total.end is None else "the rewards changed during the run"
+            return f"seed {self.seed}: {total.verdict}: {missing}"
+        mean, low, high = (f"{x:+.3f}" for x in total.change)
+        start, end = f"{self.start_reward:.3f}", f"{self.end_reward:.3f}"
+        text = f"{total.verdict}: the held-out reward went from {start} to {end}, a change of {mean}"
+        text += f" (95% interval {low} to {high}, {total.prompts} prompts)"
+        if total.prompts < FEWEST:
+            text += f". At least {FEWEST} prompts are needed to decide"
+        for word in ("worse", "better"):
+            named = [x.name for x in components if x.verdict == word]
+            if named and word != total.verdict:
+                text += f". {word.capitalize()}: {', '.join(named)}"
+        return f"seed {self.seed}: {text}"
 
 
 @dataclass(frozen=True)
@@ -101,15 +148,23 @@ class RunReport:
     note: str  # the reason why there is no plot, or ""
 
     def table(self) -> Table:
-        """A table with one line per seed."""
-        headings = ("seed", "start", "end", "rise", "clip fraction, first half", "seconds")
-        table = Table(*headings, title="Held-out reward (greedy answers)")
-        for column in table.columns:
-            column.justify = "right"
-        for x in self.results:
-            rewards = f"{x.start_reward:.3f}", f"{x.end_reward:.3f}", f"{x.rise:+.3f}"
-            table.add_row(str(x.seed), *rewards, f"{x.clip_fraction:.3f}", f"{x.seconds:.0f}")
+        """A table with one line per seed and held-out reward."""
+        headings = ("seed", "reward", "start", "end", "paired change", "verdict")
+        prompts = self.results[0].held_out[0].prompts
+        title = f"Held-out rewards: greedy answers to {prompts} prompts, with 95% bootstrap intervals over the prompts"
+        table = Table(*headings, title=title)
+        for result in self.results:
+            for x in result.held_out:
+                change = "-" if x.change is None else x.change.signed()
+                table.add_row(str(result.seed), x.name, str(x.start or "-"), str(x.end or "-"), change, x.verdict)
         return table
+
+    def summary(self) -> list[str]:
+        """One line per seed: whether the held-out reward rose, clip fraction and time."""
+        return [
+            f"{x.sentence()}. Clip fraction {x.clip_fraction:.3f} in the first half of the steps; {x.seconds:.0f} s"
+            for x in self.results
+        ]
 
     def warnings(self) -> list[str]:
         """One line per seed that learned nothing from its rewards."""
@@ -151,6 +206,7 @@ class RunFolder:
         self._drawn = time.monotonic()
         self._trackers = Trackers(config)
         self.record: Row = {}  # the options and arguments that the run was started with, for config.json
+        self.held_out: Sequence[Example] = ()  # the prompts of the evaluations, for held_out.jsonl
         with agreed():
             if self._writes and self.path.is_dir():
                 self._check_unused()
@@ -234,6 +290,11 @@ class RunFolder:
                 names = ("curves.png", "checkpoint.pt", "model-seed*", "tensorboard")
                 for path in [path for name in names for path in self.path.glob(name)]:
                     remove(path)
+            with replacing(self.path / HELD_OUT) as file:
+                lines = (
+                    json.dumps({"prompt": example.prompt, **example.row}, default=str) for example in self.held_out
+                )
+                file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             for name, file in self._files.items():
                 file.truncate(kept[name])
         self._is_open = True
@@ -278,8 +339,10 @@ class RunFolder:
             raise InputError(f"{self.metrics}: expected seed {seed} to have a line for each step from 0, got {steps}")
         for row in rows:
             needed = SUMMARIZED if row["step"] else ()
-            needed += ("eval_reward",) * ("eval_reward" in row)
-            check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, dict.fromkeys(needed, float))
+            form: Row = dict.fromkeys(needed, float)
+            if "eval_reward" in row:
+                form |= {"eval_reward": float, "eval_rewards": {"total": list, "components": dict}}
+            check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, form)
         return rows
 
     def save_model(self, policy: Policy, seed: int) -> Path:

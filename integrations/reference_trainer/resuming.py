@@ -13,9 +13,10 @@ from .checkpoints import check_form, read_checkpoint
 from .config import InputError, TrainConfig
 from .data import Reward, task_of
 
+HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # trained weights need these
-PROMPTS = ("task", "data", "eval_prompts")  # they define prompts and answers
+PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
 
 
 class Start(NamedTuple):
@@ -37,7 +38,8 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     from_python = [name for name, x in (("task", task), ("reward", reward)) if x is not None]
     if not config.resume:
         task = task_of(config, task, reward)
-        return Start(task, record_of(task, from_python), None, [])
+        record = record_of(task, from_python)
+        return Start(task, record, None, [f"held out: {record['held_out']}; written to {config.folder / HELD_OUT}"])
     before, then = read_run(config.folder)
     if "from_python" in then:
         check_arguments(config.folder, then["from_python"], from_python)
@@ -64,9 +66,10 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
 
 
 def record_of(task: Task, from_python: list[str]) -> dict[str, Any]:
-    """Arguments from Python, weights of rewards, and a hash of the prompts: what config.json adds to the options."""
+    """What config.json adds to the options: arguments from Python, weights of rewards, a hash of the prompts, ..."""
     rewards = {component.name: component.weight for component in task.rewards.components}
-    return {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
+    record = {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
+    return record | {"held_out": task.split or "those of the task from Python"}
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -30,6 +30,7 @@ class Task:
     reply: Callable[[str, Example], str | None] | None = None  # reply(turn, example); None ends the dialogue
     max_turns: int = 1
     characters: str = ""  # of prompts, answers and replies, for a tokenizer of single characters
+    split: str = ""  # how the held-out examples were chosen
 
     def __post_init__(self) -> None:
         shared = {example.key for example in self.train} & {example.key for example in self.held_out}
@@ -61,7 +62,8 @@ def make_task(
     texts = [text for e in examples for text in (e.key, e.answer) if isinstance(text, str)]
     characters = "".join(sorted(set("".join(texts))))
     chosen = Rewards(tuple(rewards)) if rewards else default
-    return Task(name, *split(examples, held_out), chosen, **{"characters": characters, **options})
+    rule = f"{held_out} of {len(examples)} prompts, by random.Random({SPLIT_SEED}).sample"
+    return Task(name, *split(examples, held_out), chosen, **{"characters": characters, "split": rule, **options})
 
 
 def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:

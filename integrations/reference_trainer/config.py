@@ -281,6 +281,9 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
     "max_new_tokens": 512,
 }
+# The best learning rate of LoRA is about ten times that of full fine-tuning, also in RL (Schulman et al. 2025, "LoRA
+# Without Regret", thinkingmachines.ai/blog/lora).
+LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 10 * CHECKPOINT_DEFAULTS["learning_rate"]}
 
 
 def with_defaults(options: Mapping[str, Any]) -> TrainConfig:
@@ -288,6 +291,7 @@ def with_defaults(options: Mapping[str, Any]) -> TrainConfig:
     chosen = {name: value for name, value in options.items() if value is not None}
     if "model" in chosen or "data" in chosen:
         name = Path(str(chosen.get("model", "model"))).name
-        return TrainConfig(**{"name": name, **CHECKPOINT_DEFAULTS, **chosen})
+        defaults = CHECKPOINT_DEFAULTS | (LORA_DEFAULTS if chosen.get("lora_rank") else {})
+        return TrainConfig(**{"name": name, **defaults, **chosen})
     overwrite = "name" not in chosen and not chosen.get("resume", False)
     return TrainConfig(**{"threads": 1, "overwrite": overwrite, **chosen})

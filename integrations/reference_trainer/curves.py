@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from .evaluation import read_estimate, suffixes
+from .held_out import read_estimate, suffixes
 
 SMOOTHING = 10  # steps
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito

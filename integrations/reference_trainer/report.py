@@ -24,7 +24,7 @@ from .checkpoints import WriteError, check_form, naming, remove, replacing, writ
 from .config import InputError, TrainConfig
 from .curves import plot_curves
 from .distributed import gather, rank, whole_weights
-from .evaluation import FEWEST, Estimate, read_estimate, suffixes, verdict
+from .held_out import FEWEST, Estimate, read_estimate, suffixes, verdict
 from .policy import Policy
 from .resuming import HELD_OUT, RECORD
 from .trackers import Trackers
@@ -37,11 +37,19 @@ except ImportError:  # not on Windows
 Row = dict[str, Any]  # one line of metrics.jsonl
 # Numbers in the line of each step that the summary of a run needs.
 SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
+STILL = 3e-5  # a ratio closer to 1 has not moved: a tenth of GSPO's clip window
 
 
 def lacks_signal(row: Row) -> bool:
     """True if all answers to each prompt had the same reward in a step, so that every advantage was 0."""
     return row["groups_without_signal"] == 1
+
+
+def is_still(row: Row, config: TrainConfig) -> bool:
+    """True if a step had a signal and a learning rate near its peak, but clipped nothing and moved no ratio."""
+    if lacks_signal(row) or row["learning_rate"] < config.learning_rate / 2:  # in the warm-up or the decay
+        return False
+    return row["clip_fraction"] == 0 and max(row["ratio_max"] - 1, 1 - row["ratio_min"]) < STILL
 
 
 def likely_cause(rows: list[Row]) -> str:
@@ -92,14 +100,19 @@ class SeedResult:
     clip_fraction: float  # mean over the first half of the steps
     seconds: float
     held_out: tuple[HeldOut, ...] = ()  # the total, then each component if there are several
-    no_signal: str = ""  # the likely cause, if no step had a group with different rewards
+    no_signal: str = ""  # the likely cause, if no step had a group with different rewards and no warning said so
 
     @classmethod
-    def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
-        """Summarize the metrics of one seed. `rows` has one entry per step, from step 0 on."""
+    def from_rows(cls, seed: int, rows: list[Row], warned: bool = False) -> SeedResult:
+        """Summarize the metrics of one seed.
+
+        Args:
+            rows: one per step, from step 0 on.
+            warned: steps without a signal have been warned of already.
+        """
         steps = rows[1:]
         clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
-        no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""
+        no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) and not warned else ""
         seconds = sum(row["seconds"] for row in steps)
         first, *_, last = [rows[0], *(row for row in rows if "eval_reward" in row)]
         held_out = tuple(

@@ -23,7 +23,7 @@ from .checkpoints import CHECKPOINT, WriteError
 from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
-from .evaluation import collect, held_out_metrics, rewards_by_prompt
+from .held_out import collect, held_out_metrics, rewards_by_prompt
 from .loading import pick_device, policy_of_seed, set_seed
 from .measures import numbers_of_step
 from .optimizer import Optimizer
@@ -128,7 +128,7 @@ class Training:
             finally:
                 self.say_how_to_continue()
             raise
-        return SeedResult.from_rows(self.seed, self.rows)
+        return SeedResult.from_rows(self.seed, self.rows, self.progress.warned)
 
     def seed_generators(self, step: int) -> None:
         """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""

@@ -244,13 +244,13 @@ FAULTS: dict[str, Fault] = {
         "verdict",
         "change.low > 0",
         "change.mean > 0",
-        "trainer_evaluation::test_a_verdict_needs_an_interval_without_0_and_enough_prompts",
+        "trainer_held_out::test_a_verdict_needs_an_interval_without_0_and_enough_prompts",
     ),
     "a resumed run compares with its last evaluation": (
         "Training.restore",
         'self.comparable(rows[0]["eval_rewards"])',
         'self.comparable([row for row in rows if "eval_rewards" in row][-1]["eval_rewards"])',
-        "trainer_evaluation::test_a_resumed_run_compares_with_its_first_evaluation",
+        "trainer_held_out::test_a_resumed_run_compares_with_its_first_evaluation",
     ),
     "a process that stops alone": (
         "Training.evaluate",

@@ -11,6 +11,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path, monkeypatch: 
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, force_interactive=True, width=300)
     monkeypatch.setattr(progress, "Console", lambda quiet: console)
-    row = {"reward": 0.0, "clip_fraction": 0.0, "tokens_per_second": 1.0, "truncated": 0.0}
+    row = {"reward": 0.0, "clip_fraction": 0.1, "tokens_per_second": 1.0, "truncated": 0.0, "learning_rate": 5e-4}
     with progress.TrainingProgress(small(tmp_path, steps=40)) as shown:
         shown.begin(0, {"step": 0, "eval_reward": 0.0})
         for step in range(1, 41):
@@ -220,16 +221,37 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path, monkeypatch: 
     assert "is learning nothing from its rewards. In 10 consecutive steps" in screen.getvalue()
 
 
+def test_a_learning_rate_that_moves_nothing_is_hinted_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = dict(lora_rank=2, warn_after=3, steps=8)
+    train(small(tmp_path, learning_rate=1e-8, **options))
+    hint = (
+        "HINT: in 3 consecutive steps of seed 0, nothing was clipped, and no ratio moved by 3e-05 from 1. "
+        "learning_rate=1e-08 is probably too low: raise it until clip_fraction is 0.1 to 0.4. LoRA needs about 10 "
+        "times the learning rate of full fine-tuning.\n"
+    )
+    assert capsys.readouterr().out.count(hint) == 1
+    for name, changes in {
+        "moves": {"learning_rate": 1e-2},
+        "one update": {"learning_rate": 1e-8, "updates_per_rollout": 1},
+        "warm-up": {"learning_rate": 1e-8, "warmup_updates": 32},
+    }.items():
+        train(small(tmp_path, name=name, **options | changes))
+        assert ("HINT" in capsys.readouterr().out) == (name == "warm-up")  # at its end the rate is near its peak
+
+
 @pytest.mark.parametrize(("reward", "cause"), [(0.0, "Every reward was 0."), (1.0, "already solves these prompts")])
 def test_a_run_with_equal_rewards_warns_at_the_end(tmp_path: Path, reward: float, cause: str) -> None:
     (tmp_path / "constant.py").write_text(f"def constant(completion, answer):\n    return {reward}\n")
     arguments = ["train", f"output={tmp_path}", "steps=3", "seeds=0", "save=false", *SIZES]
     arguments += [f"reward={tmp_path}/constant.py:constant"]
-    result = CliRunner().invoke(app, [*arguments, "warn_after=2"])
-    assert result.exit_code == 0, result.output
-    running, _, summary = result.output.partition("Held-out rewards: greedy")
-    assert running.count("WARNING: seed 0 is learning nothing") == 1 and cause in running
-    assert summary.count("WARNING: seed 0 learned nothing") == 1 and cause in summary
+    for warn_after, in_run in ((2, True), (9, False)):
+        result = CliRunner().invoke(app, [*arguments, f"warn_after={warn_after}"])
+        assert result.exit_code == 0, result.output
+        running, _, summary = result.output.partition("Held-out rewards: greedy")
+        assert running.count("WARNING: seed 0 is learning nothing") == in_run == (cause in running)
+        assert summary.count("WARNING: seed 0 learned nothing") != in_run == (cause not in summary)
     assert [row["groups_without_signal"] for row in rows_of(tmp_path / "demo")[1:]] == [1.0, 1.0, 1.0]
 
 

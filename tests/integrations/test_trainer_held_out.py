@@ -14,7 +14,7 @@ import pytest
 from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
 
 from gspo_kernels.integrations.reference_trainer import InputError, policy, read_config, train, train_config
-from gspo_kernels.integrations.reference_trainer.evaluation import (
+from gspo_kernels.integrations.reference_trainer.held_out import (
     Estimate,
     difference,
     estimate,

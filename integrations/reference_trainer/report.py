@@ -26,7 +26,7 @@ from .curves import plot_curves
 from .distributed import gather, rank, whole_weights
 from .held_out import FEWEST, Estimate, read_estimate, suffixes, verdict
 from .policy import Policy
-from .resuming import HELD_OUT, RECORD
+from .resuming import RECORD
 from .trackers import Trackers
 
 try:
@@ -35,6 +35,7 @@ except ImportError:  # not on Windows
     fcntl = None
 
 Row = dict[str, Any]  # one line of metrics.jsonl
+HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 # Numbers in the line of each step that the summary of a run needs.
 SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
 STILL = 3e-5  # a ratio closer to 1 has not moved: a tenth of GSPO's clip window

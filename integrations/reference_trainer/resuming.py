@@ -13,7 +13,6 @@ from .checkpoints import check_form, read_checkpoint
 from .config import InputError, TrainConfig
 from .data import Reward, task_of
 
-HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # trained weights need these
 PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
@@ -38,8 +37,7 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     from_python = [name for name, x in (("task", task), ("reward", reward)) if x is not None]
     if not config.resume:
         task = task_of(config, task, reward)
-        record = record_of(task, from_python)
-        return Start(task, record, None, [f"held out: {record['held_out']}; written to {config.folder / HELD_OUT}"])
+        return Start(task, record_of(task, from_python), None, [])
     before, then = read_run(config.folder)
     if "from_python" in then:
         check_arguments(config.folder, then["from_python"], from_python)

@@ -29,7 +29,7 @@ from .measures import numbers_of_step
 from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
-from .report import Row, RunFolder, RunReport, SeedResult
+from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
 from .sampling import Rollout, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
@@ -139,6 +139,8 @@ class Training:
         say = self.progress.say
         weight = self.policy.router_loss_weight
         self.seed_generators(0)
+        if self.seed == self.config.seeds[0]:
+            say(f"held out: {self.folder.record['held_out']}; written to {self.folder.path / HELD_OUT}")
         if weight:
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:

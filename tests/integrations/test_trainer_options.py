@@ -258,6 +258,51 @@ def test_lora_trains_the_adapters_only(tmp_path: Path) -> None:
     assert 0 < rows_of(folder)[1]["reward"] <= 0.5
 
 
+def test_an_adapter_names_its_base_absolutely_or_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a base in a folder (random weights, or an adapter merged on loading), the merged model is saved."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    policy.demo_policy().save(Path("base"))
+    options: dict[str, Any] = {**SMALL, "output": "runs", "lora_rank": 2, "learning_rate": 1e-2, "steps": 1}
+    trained: list[policy.Policy] = []
+    save = policy.Policy.save
+    for name, model in (("first", "base"), ("second", "runs/first/model-seed0"), ("random", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(policy.Policy, "save", lambda self, *args: (trained.append(self), save(self, *args)))
+            train(train_config(model=model, task="sorting", name=name, seeds=0, max_new_tokens=7, **options))
+        folder = Path("runs") / name / "model-seed0"
+        if name == "first":
+            settings = json.loads((folder / "adapter_config.json").read_text())
+            assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+        assert (folder / "adapter_config.json").exists() == (name == "first") != (folder / "config.json").exists()
+        monkeypatch.chdir("/")
+        ids = torch.arange(8)[None]
+        saved = loading.load_policy(str(tmp_path / folder)).model(ids).logits
+        torch.testing.assert_close(saved, trained[-1].model(ids).logits, rtol=0, atol=1e-4)
+        monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="quantization: expected '' with model=.*, an adapter"):
+        loading.load_policy("runs/first/model-seed0", train_config(model="x", lora_rank=2, quantization="8bit"))
+    (tmp_path / "base").rename("moved")
+    with pytest.raises(InputError, match=r"expected the adapter's base model at '.*/base' .* --base FOLDER"):
+        loading.load_policy("runs/first/model-seed0")
+
+
+def test_a_merged_head_that_was_tied_leaves_the_embeddings(tmp_path: Path) -> None:
+    model = policy.demo_policy().model
+    model.config.tie_word_embeddings = True
+    type(model)(model.config).save_pretrained(tmp_path / "tied")
+    policy.demo_policy().tokenizer.save_pretrained(tmp_path / "tied")
+    config = small(tmp_path, model=str(tmp_path / "tied"), task="sorting", lora_rank=4, lora_head=True)
+    trained = loading.initial_policy(config)
+    for name, weight in trained.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    trained.save(tmp_path / "adapter")
+    ids = torch.arange(8)[None]
+    merged = loading.load_policy(str(tmp_path / "adapter"))
+    torch.testing.assert_close(merged.model(ids).logits, trained.model(ids).logits, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_have_fp32_masters(tmp_path: Path, dtype: torch.dtype) -> None:
     config = small(tmp_path, precision={torch.bfloat16: "bf16"}.get(dtype, "fp16"), learning_rate=1e-5)

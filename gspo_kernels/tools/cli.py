@@ -105,6 +105,55 @@ def train(
     console.print(f"curves:  {report.curves}" if report.curves else report.note, markup=False, soft_wrap=True)
 
 
+@app.command("eval", context_settings={"ignore_unknown_options": True})
+def evaluate(
+    source: Annotated[str, typer.Argument(help="Folder of a run, or folder or hub id of a model or adapter.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Options, such as data=FILE reward=file.py:function n=16 k=1,8."),
+    ] = None,
+    answers: Annotated[
+        Path | None, typer.Option(help="Write all answers with their rewards to this jsonl file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Reward the answers of a trained model: one greedy answer per prompt, and n sampled ones with pass@k.
+
+    A run is evaluated on its held-out prompts, with its rewards and its options; data=FILE takes all prompts of another
+    file. Another model needs data=FILE or task=NAME. n=0 samples nothing. An answer passes if its reward is at least
+    passing=1. Intervals are 95% bootstrap intervals over the prompts.
+    """
+    try:
+        from gspo_kernels.integrations import reference_trainer as trainer
+    except MissingExtraError as error:
+        fail(error)
+    from rich.progress import Progress
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    console = Console(quiet=as_json)
+    if not console.is_terminal:
+        console.width = 120  # fixed, so that tables in a log do not wrap
+    try:
+        if answers is not None and answers.exists():
+            raise trainer.InputError(f"--answers: expected a file that does not exist yet, got {answers}")
+        evaluation = trainer.read_evaluation(source, options or ())
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            shown = bar.add_task("answers")
+            report = trainer.evaluate(
+                evaluation,
+                lambda line: bar.console.print(line, markup=False, highlight=False, soft_wrap=True),
+                lambda done, total: bar.update(shown, completed=done, total=total),
+            )
+        if answers is not None:
+            report.write_answers(answers)
+    except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
+        fail(error)
+    console.print(report.table())
+    if as_json:
+        typer.echo(json.dumps(report.to_dict()))
+
+
 def _only_with(required: str, present: bool, options: dict[str, object]) -> None:
     """Reject options that need the option `required` unless it is present."""
     for option, value in options.items():

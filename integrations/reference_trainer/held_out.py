@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import comb
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from ..tasks import Example, RewardBatch, Task
 from .config import TrainConfig
 from .policy import Policy
 from .sampling import Dialogue, converse
-from .update import autocast
+from .update import TrainingError, autocast
 
 RESAMPLES = 2000
 FEWEST = 10  # prompts; with fewer, the interval is too narrow to decide anything
@@ -62,16 +62,12 @@ def verdict(change: Estimate, prompts: int) -> str:
     return "better" if change.low > 0 else "worse" if change.high < 0 else "not decided"
 
 
-def pass_at_k(correct: Sequence[int], samples: int, k: int) -> list[float]:
-    """For each prompt, the unbiased estimate of the probability that one of k answers is correct.
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """The unbiased estimate of the probability that at least one of k answers to a prompt is correct.
 
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
-
-    Args:
-        correct: for each prompt, how many of its answers are correct, c.
-        samples: answers per prompt, n, at least k.
+    1 - C(n - c, k) / C(n, k) for c correct answers of n >= k (Chen et al. 2021, arXiv 2107.03374, equation 1).
     """
-    return [1 - comb(samples - c, k) / comb(samples, k) for c in correct]
+    return 1 - comb(samples - correct, k) / comb(samples, k)
 
 
 def rewards_by_prompt(rewards: RewardBatch) -> Row:
@@ -126,3 +122,16 @@ def collect(
         answers = converse(policy, examples, task=task, **options)
     turns = [answer.turns for answer in answers]
     return answers, task.rewards([answer.text for answer in answers], [answer.example for answer in answers], turns)
+
+
+def check_failures(rewards: RewardBatch, when: str, say: Callable[[str], None], allowed: bool = False) -> None:
+    """Print one of the calls of reward functions that failed.
+
+    Raises:
+        TrainingError: all calls of a component failed, unless `allowed`.
+    """
+    for failure in [] if allowed else rewards.all_failed:
+        calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
+        raise TrainingError(f"{calls} failed in {when}. One of them: {failure}")
+    for failure in rewards.failures[:1]:
+        say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")

@@ -77,8 +77,8 @@ def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
     if config and config.quantization:
         if is_adapter:
             raise InputError(
-                f"quantization: expected '' with model={source}, an adapter, got {config.quantization!r}. `gspo export` "
-                "writes the merged model of a run"
+                f"quantization: expected '' with model={source}, an adapter, got {config.quantization!r}. "
+                "`gspo export` writes the merged model of a run"
             )
         options["quantization_config"] = quantization(config)
     try:

@@ -401,6 +401,25 @@ class RunFolder:
         return curves, ""
 
 
+def model_of_run(folder: Path, seeds: Sequence[int], seed: int | None) -> Path:
+    """The folder of the model that a run saved for a seed. None: the first seed.
+
+    Raises:
+        InputError: the run has no such seed, or no model of it.
+    """
+    seed = seeds[0] if seed is None else seed
+    if seed not in seeds:
+        raise InputError(f"seed: expected one of {folder}'s seeds {list(seeds)}, got {seed}")
+    model = folder / f"model-seed{seed}"
+    if not model.is_dir():
+        remedy = "it was killed, or started with save=false"
+        if (folder / "checkpoint.pt").is_file():
+            step = max((row["step"] for row in read_rows(folder / "metrics.jsonl") if row["seed"] == seed), default=0)
+            remedy += f". `gspo train --resume {folder} save=true steps={step}` writes the model after step {step}"
+        raise InputError(f"{folder}: expected the model {model.name}, which the run has not written: {remedy}")
+    return model
+
+
 def read_rows(metrics: Path, size: int | None = None) -> list[Row]:
     """Read a metrics.jsonl, or its first `size` bytes, one entry per line. Raise an InputError for a damaged file."""
     text = metrics.read_bytes() if metrics.is_file() else b""

@@ -23,7 +23,7 @@ from .checkpoints import CHECKPOINT, WriteError
 from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
-from .held_out import collect, held_out_metrics, rewards_by_prompt
+from .held_out import check_failures, collect, held_out_metrics, rewards_by_prompt
 from .loading import pick_device, policy_of_seed, set_seed
 from .measures import numbers_of_step
 from .optimizer import Optimizer
@@ -216,8 +216,8 @@ class Training:
         with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
             answers, rewards = collect(config, self.policy, self.task, distributed.share(examples), **options)
         rollout = padded(self.policy, distributed.gather_lists(answers))
-        rewards = joined(distributed.gather(rewards))
-        self.report_failures(rewards, f"step {step}", allowed=False)
+        rewards = joined(distributed.gather(rewards))  # of all processes, so that all stop together
+        check_failures(rewards, f"step {step}", self.progress.say)
         epochs = mini_batches(config, self.seed, step)
         running = replace(self.running)  # if a signal comes before the updates, the last step's moments are saved
         batch = self.batch_of(rollout, rewards, epochs[0], running)
@@ -287,17 +287,6 @@ class Training:
         if row["step"]:
             self.progress.show(row)
 
-    def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
-        """Print one of the failed calls. Raise a TrainingError if all calls of a component failed, unless `allowed`.
-
-        `rewards` come from all processes, so that all processes raise it.
-        """
-        for failure in [] if allowed else rewards.all_failed:
-            calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
-            raise TrainingError(f"{calls} failed in {when}. One of them: {failure}")
-        for failure in rewards.failures[:1]:
-            self.progress.say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
-
     def evaluate(self, step: int) -> tuple[Row, list[Row]]:
         """Reward greedy answers to held-out prompts. Return the metrics, and this process's first answers."""
         config = self.config
@@ -318,7 +307,7 @@ class Training:
                     samples.append({**sample, "reward": reward, "components": components})
         together = joined(distributed.gather(joined(rewards)))
         when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
-        self.report_failures(together, when, allowed=step > 0)
+        check_failures(together, when, self.progress.say, allowed=step > 0)
         now = rewards_by_prompt(together)
         metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
         return metrics, samples

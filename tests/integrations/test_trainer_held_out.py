@@ -68,8 +68,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer() -> None:
     answers = [1, 0, 0, 1, 0, 0]
     for k in range(1, 7):
         subsets = list(itertools.combinations(answers, k))
-        assert pass_at_k([2], 6, k) == [pytest.approx(fmean(any(subset) for subset in subsets))]
-    assert pass_at_k([0, 6], 6, 1) == [0.0, 1.0]
+        assert pass_at_k(2, 6, k) == pytest.approx(fmean(any(subset) for subset in subsets))
+    assert (pass_at_k(0, 6, 1), pass_at_k(6, 6, 6)) == (0.0, 1.0)
 
 
 def test_a_component_that_falls_is_named_although_the_total_rises() -> None:

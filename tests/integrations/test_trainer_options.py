@@ -280,7 +280,7 @@ def test_an_adapter_names_its_base_absolutely_or_is_merged(tmp_path: Path, monke
         saved = loading.load_policy(str(tmp_path / folder)).model(ids).logits
         torch.testing.assert_close(saved, trained[-1].model(ids).logits, rtol=0, atol=1e-4)
         monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="quantization: expected '' with model=.*, an adapter"):
+    with pytest.raises(InputError, match=r"quantization: expected '' with model=.*, an adapter"):
         loading.load_policy("runs/first/model-seed0", train_config(model="x", lora_rank=2, quantization="8bit"))
     (tmp_path / "base").rename("moved")
     with pytest.raises(InputError, match=r"expected the adapter's base model at '.*/base' .* --base FOLDER"):

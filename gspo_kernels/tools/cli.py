@@ -154,6 +154,33 @@ def evaluate(
         typer.echo(json.dumps(report.to_dict()))
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/demo.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write, which does not exist yet or is empty.")],
+    seed: Annotated[int | None, typer.Option(help="Seed whose model is written. (default: the run's first)")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Folder or hub id of an adapter's base model, if it is no longer where it was.")
+    ] = None,
+) -> None:
+    """Write a run's model as a folder that transformers and vLLM load.
+
+    The folder has weights, tokenizer, generation config and a model card. A LoRA adapter is merged into its base.
+    """
+    try:
+        from gspo_kernels.integrations import reference_trainer as trainer
+    except MissingExtraError as error:
+        fail(error)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        trainer.export(run, out, seed, base)
+    except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
+        fail(error)
+    typer.echo(f"model: {out}; its model card: {out / 'README.md'}")
+
+
 def _only_with(required: str, present: bool, options: dict[str, object]) -> None:
     """Reject options that need the option `required` unless it is present."""
     for option, value in options.items():

@@ -12,7 +12,7 @@ optimizer step). `gspo train` is the command line, and docs/trainer.md is its ma
     zero_advantage  answers that do not run through the model
     optimizer    AdamW, fp32 masters       distributed  several processes
     held_out     held-out rewards: intervals, changes, pass@k
-    evaluation   gspo eval
+    evaluation   gspo eval                 exporting    gspo export
     report       files and tables          checkpoints  the state of a run; replacing files
     resuming     what may change when a run is resumed
     progress     printed progress          curves       curves.png
@@ -26,9 +26,10 @@ with needs(__name__, "train", "transformers", "tokenizers", "rich"):
     from .config import InputError, TrainConfig
     from .config_file import read_config, train_config
     from .evaluation import evaluate, read_evaluation
+    from .exporting import export
     from .memory import forecast
     from .trainer import train
     from .update import TrainingError
 
-__all__ = ["InputError", "TrainConfig", "TrainingError", "evaluate", "forecast", "read_config", "read_evaluation"]
-__all__ += ["train", "train_config"]
+__all__ = ["InputError", "TrainConfig", "TrainingError", "evaluate", "export", "forecast", "read_config"]
+__all__ += ["read_evaluation", "train", "train_config"]

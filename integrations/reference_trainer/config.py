@@ -283,7 +283,7 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
 }
 # The best learning rate of LoRA is about ten times that of full fine-tuning, also in RL (Schulman et al. 2025, "LoRA
 # Without Regret", thinkingmachines.ai/blog/lora).
-LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 10 * CHECKPOINT_DEFAULTS["learning_rate"]}
+LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-5}
 
 
 def with_defaults(options: Mapping[str, Any]) -> TrainConfig:

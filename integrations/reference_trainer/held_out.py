@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import comb
 from typing import Any, NamedTuple
 
@@ -112,6 +113,60 @@ def read_estimate(row: Mapping[str, Any], name: str, suffix: str) -> Estimate | 
 def suffixes(row: Mapping[str, Any]) -> list[str]:
     """The suffixes of the rewards in a row of metrics.jsonl: "" for the total, then one for each component."""
     return ["", *(key.removeprefix("eval_reward") for key in row if key.startswith("eval_reward/"))]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out reward before the first update and in the last evaluation: the total, or a component."""
+
+    name: str
+    prompts: int
+    start: Estimate | None  # None: the reward applied to no prompt, or the run did not have it
+    end: Estimate | None
+    change: Estimate | None  # of the differences prompt by prompt; None: start and end cannot be compared
+
+    @property
+    def verdict(self) -> str:
+        """ "better", "worse", "not decided", or "not comparable"."""
+        return "not comparable" if self.change is None else verdict(self.change, self.prompts)
+
+
+def held_out_results(rows: Sequence[Row]) -> tuple[HeldOut, ...]:
+    """The held-out rewards of a seed in its first and its last evaluation: the total, then each component.
+
+    Args:
+        rows: of metrics.jsonl, from step 0 on.
+    """
+    first, last = rows[0], [row for row in rows if "eval_reward" in row][-1]
+    return tuple(
+        HeldOut(
+            suffix.removeprefix("/") or "total",
+            last["eval_prompts"],
+            read_estimate(first, "eval_reward", suffix),
+            read_estimate(last, "eval_reward", suffix),
+            read_estimate(last, "eval_change", suffix),
+        )
+        for suffix in suffixes(last)
+    )
+
+
+def sentence(results: Sequence[HeldOut]) -> str:
+    """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
+    total, *components = results
+    if total.change is None or total.start is None or total.end is None:
+        missing = "no held-out prompt has a reward" if total.end is None else "the rewards changed during the run"
+        return f"{total.verdict}: {missing}"
+    mean, low, high = (f"{x:+.3f}" for x in total.change)
+    start, end = f"{total.start.mean:.3f}", f"{total.end.mean:.3f}"
+    text = f"{total.verdict}: the held-out reward went from {start} to {end}, a change of {mean}"
+    text += f" (95% interval {low} to {high}, {total.prompts} prompts)"
+    if total.prompts < FEWEST:
+        text += f". At least {FEWEST} prompts are needed to decide"
+    for word in ("worse", "better"):
+        named = [x.name for x in components if x.verdict == word]
+        if named and word != total.verdict:
+            text += f". {word.capitalize()}: {', '.join(named)}"
+    return text
 
 
 def collect(

@@ -108,7 +108,7 @@ def load_merged(adapter: str, tokenizer: Any, options: dict[str, Any], base: str
         from peft import PeftConfig, PeftModel
     named = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
     try:
-        model = AutoModelForCausalLM.from_pretrained(located(named)[0], **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(located(named)[0], **options)
     except (OSError, ValueError) as error:
         source = "--base" if base else "base_model_name_or_path in its adapter_config.json"
         hint = "" if base else ". `gspo export RUN OUT --base FOLDER` merges it with the base in FOLDER"
@@ -118,7 +118,10 @@ def load_merged(adapter: str, tokenizer: Any, options: dict[str, Any], base: str
         ) from error
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))  # as when the adapter was trained
-    return merged(PeftModel.from_pretrained(model, adapter))
+    try:
+        return merged(PeftModel.from_pretrained(model, adapter))
+    except RuntimeError as error:  # of load_state_dict: the shapes differ
+        raise InputError(f"model {adapter}: the adapter does not fit the base {named!r}: {error}") from error
 
 
 def located(source: str) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from .checkpoints import WriteError, check_form, naming, remove, replacing, writ
 from .config import InputError, TrainConfig
 from .curves import plot_curves
 from .distributed import gather, rank, whole_weights
-from .held_out import FEWEST, Estimate, read_estimate, suffixes, verdict
+from .held_out import HeldOut, held_out_results, sentence
 from .policy import Policy
 from .resuming import RECORD
 from .trackers import Trackers
@@ -35,6 +35,7 @@ except ImportError:  # not on Windows
     fcntl = None
 
 Row = dict[str, Any]  # one line of metrics.jsonl
+MODEL_STATE = "trainer_state.json"  # in the folder of a model: the seed and the step after which it was saved
 HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 # Numbers in the line of each step that the summary of a run needs.
 SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
@@ -76,22 +77,6 @@ def likely_cause(rows: list[Row]) -> str:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """A held-out reward before the first update and in the last evaluation: the total, or a component."""
-
-    name: str
-    prompts: int
-    start: Estimate | None  # None: the reward applied to no prompt, or the run did not have it
-    end: Estimate | None
-    change: Estimate | None  # of the differences prompt by prompt; None: start and end cannot be compared
-
-    @property
-    def verdict(self) -> str:
-        """ "better", "worse", "not decided", or "not comparable"."""
-        return "not comparable" if self.change is None else verdict(self.change, self.prompts)
-
-
-@dataclass(frozen=True)
 class SeedResult:
     """Summary of one seed's training."""
 
@@ -115,41 +100,14 @@ class SeedResult:
         clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
         no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) and not warned else ""
         seconds = sum(row["seconds"] for row in steps)
-        first, *_, last = [rows[0], *(row for row in rows if "eval_reward" in row)]
-        held_out = tuple(
-            HeldOut(
-                suffix.removeprefix("/") or "total",
-                last["eval_prompts"],
-                read_estimate(first, "eval_reward", suffix),
-                read_estimate(last, "eval_reward", suffix),
-                read_estimate(last, "eval_change", suffix),
-            )
-            for suffix in suffixes(last)
-        )
-        return cls(seed, first["eval_reward"], last["eval_reward"], clip_fraction, seconds, held_out, no_signal)
+        evaluated = [row["eval_reward"] for row in rows if "eval_reward" in row]
+        held_out = held_out_results(rows)
+        return cls(seed, evaluated[0], evaluated[-1], clip_fraction, seconds, held_out, no_signal)
 
     @property
     def rise(self) -> float:
         """Gain in held-out reward."""
         return self.end_reward - self.start_reward
-
-    def sentence(self) -> str:
-        """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
-        total, *components = self.held_out
-        if total.change is None:
-            missing = "no held-out prompt has a reward" if total.end is None else "the rewards changed during the run"
-            return f"seed {self.seed}: {total.verdict}: {missing}"
-        mean, low, high = (f"{x:+.3f}" for x in total.change)
-        start, end = f"{self.start_reward:.3f}", f"{self.end_reward:.3f}"
-        text = f"{total.verdict}: the held-out reward went from {start} to {end}, a change of {mean}"
-        text += f" (95% interval {low} to {high}, {total.prompts} prompts)"
-        if total.prompts < FEWEST:
-            text += f". At least {FEWEST} prompts are needed to decide"
-        for word in ("worse", "better"):
-            named = [x.name for x in components if x.verdict == word]
-            if named and word != total.verdict:
-                text += f". {word.capitalize()}: {', '.join(named)}"
-        return f"seed {self.seed}: {text}"
 
 
 @dataclass(frozen=True)
@@ -176,7 +134,8 @@ class RunReport:
     def summary(self) -> list[str]:
         """One line per seed: whether the held-out reward rose, clip fraction and time."""
         return [
-            f"{x.sentence()}. Clip fraction {x.clip_fraction:.3f} in the first half of the steps; {x.seconds:.0f} s"
+            f"seed {x.seed}: {sentence(x.held_out)}. Clip fraction {x.clip_fraction:.3f} in the first half of the "
+            f"steps; {x.seconds:.0f} s"
             for x in self.results
         ]
 
@@ -359,14 +318,15 @@ class RunFolder:
             check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, form)
         return rows
 
-    def save_model(self, policy: Policy, seed: int) -> Path:
-        """Write the model of a seed and return the model's folder. The folder appears only when it is complete."""
+    def save_model(self, policy: Policy, seed: int, step: int) -> Path:
+        """Write the model of a seed after a step. Return the model's folder, which appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
         weights = whole_weights(policy)
         with agreed():
             if self._writes:
                 with replacing(folder) as partial:
                     policy.save(partial, weights)
+                    (partial / MODEL_STATE).write_text(json.dumps({"seed": seed, "step": step}), encoding="utf-8")
         return folder
 
     def save_checkpoint(self, state: Row) -> None:

@@ -120,7 +120,7 @@ class Training:
             while self.step < config.steps:
                 self.train_step(next(prompts))
             if config.save:
-                self.folder.save_model(self.policy, self.seed)
+                self.folder.save_model(self.policy, self.seed, self.step)
         except (KeyboardInterrupt, SystemExit, TrainingError) as error:
             try:
                 if not isinstance(error, WriteError):  # a full disk would not take another file either
@@ -327,7 +327,7 @@ class Training:
             if reason := folder.plot()[1]:
                 say(reason)
             if self.config.save:
-                say(f"model: {folder.save_model(self.policy, self.seed)}")
+                say(f"model: {folder.save_model(self.policy, self.seed, self.step)}")
             say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
 
     def say_how_to_continue(self) -> None:

@@ -240,6 +240,24 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "trainer_tasks::test_a_wrong_signature_is_an_error_before_anything_is_sampled[mode1]",
     ),
+    "pass@k of samples drawn with replacement": (
+        "pass_at_k",
+        "comb(samples - correct, k) / comb(samples, k)",
+        "((samples - correct) / samples) ** k",
+        "trainer_held_out::test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer",
+    ),
+    "an export replaces a folder": (
+        "export",
+        "check_free(out)",
+        "pass",
+        "trainer_export::test_wrong_arguments_change_nothing",
+    ),
+    "a tied head merged into the embeddings": (
+        "merged",
+        "head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)",
+        "pass",
+        "trainer_options::test_a_merged_head_that_was_tied_leaves_the_embeddings",
+    ),
     "a verdict without its interval": (
         "verdict",
         "change.low > 0",

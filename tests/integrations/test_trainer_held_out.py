@@ -18,20 +18,26 @@ from gspo_kernels.integrations.reference_trainer.held_out import (
     Estimate,
     difference,
     estimate,
+    held_out_results,
     pass_at_k,
+    sentence,
     verdict,
 )
-from gspo_kernels.integrations.reference_trainer.report import SeedResult
 from gspo_kernels.integrations.tasks import RewardComponent
 
 # Intervals and verdicts
+
+
+def known(of: Estimate | None) -> Estimate:
+    assert of is not None
+    return of
 
 
 def test_the_interval_is_that_of_all_resamples() -> None:
     """Of four prompts, all 256 resamples can be listed."""
     values = [0.0, 1.0, 1.0, 5.0]
     means = [fmean(x) for x in itertools.product(values, repeat=4)]
-    mean, low, high = estimate(values)
+    mean, low, high = known(estimate(values))
     assert mean == fmean(values)
     assert (low, high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.26)  # a quarter between means
     assert estimate([None, *values, None]) == estimate(values) and estimate([None]) is None
@@ -39,7 +45,7 @@ def test_the_interval_is_that_of_all_resamples() -> None:
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     generator = np.random.default_rng(1)
-    intervals = [estimate(list(generator.random(50) < 0.3)) for _ in range(300)]
+    intervals = [known(estimate(list(generator.random(50) < 0.3))) for _ in range(300)]
     assert 0.90 < fmean(x.low <= 0.3 <= x.high for x in intervals) < 0.99
 
 
@@ -47,10 +53,10 @@ def test_a_difference_is_paired() -> None:
     """Prompts differ much more than their rewards change, so intervals of the two means overlap."""
     start = [float(i) for i in range(20)]
     now = [x + 0.1 + 0.01 * (i % 3) for i, x in enumerate(start)]
-    change = difference(now, start)
-    assert estimate(now).low < estimate(start).high and verdict(change, 20) == "better"
+    change = known(difference(now, start))
+    assert known(estimate(now)).low < known(estimate(start)).high and verdict(change, 20) == "better"
     assert change.mean == pytest.approx(0.1095)
-    assert verdict(difference(start, now), 20) == "worse"
+    assert verdict(known(difference(start, now)), 20) == "worse"
     assert difference([1.0, None, 3.0], [0.0, 0.0, None]) == Estimate(1.0, 1.0, 1.0)
 
 
@@ -83,14 +89,14 @@ def test_a_component_that_falls_is_named_although_the_total_rises() -> None:
         return {"eval_prompts": 40, "clip_fraction": 0.1, "seconds": 1.0, "groups_without_signal": 0.0} | metrics
 
     changes = {"": Estimate(0.3, 0.2, 0.4), "/right": Estimate(-0.2, -0.3, -0.1), "/form": Estimate(0.5, 0.4, 0.6)}
-    result = SeedResult.from_rows(3, [row(0.3, 0.1, {}), row(0.1, 0.6, changes)])
-    assert [(x.name, x.verdict) for x in result.held_out] == [
+    results = held_out_results([row(0.3, 0.1, {}), row(0.1, 0.6, changes)])
+    assert [(x.name, x.verdict) for x in results] == [
         ("total", "better"),
         ("right", "worse"),
         ("form", "better"),
     ]
-    assert result.sentence() == (
-        "seed 3: better: the held-out reward went from 0.400 to 0.700, a change of +0.300 (95% interval +0.200 to "
+    assert sentence(results) == (
+        "better: the held-out reward went from 0.400 to 0.700, a change of +0.300 (95% interval +0.200 to "
         "+0.400, 40 prompts). Worse: right"
     )
 
@@ -120,8 +126,8 @@ def test_a_run_writes_each_held_out_reward_with_its_interval_and_change(tmp_path
         assert by_prompt["total"] == [x + 2 * (y or 0.0) for x, y in zip(lengths, briefs, strict=True)]
         for suffix, values in {"": by_prompt["total"], "/length": lengths, "/brief": briefs}.items():
             shown = [row[f"eval_reward{part}{suffix}"] for part in ("", "_low", "_high")]
-            assert shown == pytest.approx(list(estimate(values))), suffix
-    changes = difference(last["eval_rewards"]["total"], first["eval_rewards"]["total"])
+            assert shown == pytest.approx(list(known(estimate(values)))), suffix
+    changes = known(difference(last["eval_rewards"]["total"], first["eval_rewards"]["total"]))
     assert [last[f"eval_change{part}"] for part in ("", "_low", "_high")] == list(changes) and changes.mean != 0
     (result,) = report.results
     assert [(x.name, x.prompts) for x in result.held_out] == [("total", 12), ("length", 12), ("brief", 12)]
@@ -165,7 +171,7 @@ def test_after_a_resume_with_other_rewards_start_and_end_are_not_compared(
     others = [REWARDS[0]._replace(weight=3.0), REWARDS[1]]
     report = train(read_config(texts=["steps=4"], resume=folder), reward=others)
     assert "eval_change" not in rows_of(folder)[-1] and "not compared with those of step 0" in capsys.readouterr().out
-    assert report.results[0].sentence() == "seed 0: not comparable: the rewards changed during the run"
+    assert sentence(report.results[0].held_out) == "not comparable: the rewards changed during the run"
     with pytest.raises(InputError, match=r"max_prompt_tokens: expected a limit that leaves 8 .*, got 9, which leaves"):
         train(read_config(texts=["steps=5", "max_prompt_tokens=9"], resume=folder), reward=others)
 

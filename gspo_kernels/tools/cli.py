@@ -58,7 +58,8 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Import rewards, print all options and the predicted memory, and train nothing."
+            "--dry-run",
+            help="Check prompts and rewards, print all options and the predicted memory, and train nothing.",
         ),
     ] = False,
 ) -> None:
@@ -68,9 +69,9 @@ def train(
     The results replace the previous demo's.
 
     With model=FOLDER data=FILE, this trains your checkpoint on your prompts. The reward is 1 if the answer equals the
-    expected answer or ends with it, else 0. reward=file.py:function uses your own reward. All options are in
-    docs/trainer.md. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM stop the training and
-    save its state.
+    expected answer or ends with it, else 0. reward=file.py:function uses your own reward. --dry-run prints all
+    options. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM stop the training and save
+    its state. `gspo eval` and `gspo export` continue from there.
 
     Presets: demo, paper, under-1b, 1b-10b, moe. For several processes, start it with torchrun.
     """

@@ -1,7 +1,7 @@
-"""Write a reward function, and use it in `gspo train` and in TRL.
+"""Write reward functions, and use them in `gspo train` and in TRL.
 
-`gspo train` calls a reward with one completion and the expected answer. TRL calls it with lists: all completions, and
-the columns of the dataset by name. The functions below are of the first kind, and `for_trl` turns them into the second.
+`gspo train` takes the reward functions of TRL as they are: they get lists, of all completions and of each column of the
+dataset that they ask for by name. It also takes functions of one completion, such as `brief_and_right`. TRL does not.
 Install: pip install '.[train,trl]'
 
     gspo train reward=examples/custom_reward.py:brief_and_right                  # a tiny random model; a CPU is enough
@@ -13,31 +13,28 @@ Install: pip install '.[train,trl]'
 import argparse
 
 
-def right(completion: str, answer: str) -> float:
-    """Return the share of the answer's letters that are in their place."""
-    return sum(a == b for a, b in zip(completion.strip(), answer)) / len(answer)
+def right(completions, answer, **columns):
+    """Return the share of each answer's letters that are in their place."""
+    return [share_in_place(text, expected) for text, expected in zip(completions, answer)]
 
 
-def brief(completion: str, answer: str) -> float | None:
-    """Return 1 for a completion that is not longer than the answer, and less for a longer one."""
-    if not completion.strip():
-        return None  # does not apply: adds nothing to the sum, and does not count in the mean that is logged
-    return len(answer) / max(len(completion.strip()), len(answer))
+def brief(completions, answer, **columns):
+    """Return 1 for completions that are not longer than the answer, and less for longer ones."""
+    # None: does not apply. It adds nothing to the sum, and does not count in the mean that is logged.
+    return [brevity(text, expected) if text.strip() else None for text, expected in zip(completions, answer)]
 
 
 def brief_and_right(completion: str, answer: str) -> float:
     """Return the product, so that neither a short wrong answer nor a long right one is enough."""
-    return right(completion, answer) * (brief(completion, answer) or 0.0)
+    return share_in_place(completion, answer) * brevity(completion, answer)
 
 
-def for_trl(function):
-    """Turn a function of one completion into a reward function of TRL, which may also return None."""
+def share_in_place(completion: str, answer: str) -> float:
+    return sum(a == b for a, b in zip(completion.strip(), answer)) / len(answer)
 
-    def reward(completions, answer, **columns):
-        return [function(text, expected) for text, expected in zip(completions, answer)]
 
-    reward.__name__ = function.__name__  # under which TRL logs it
-    return reward
+def brevity(completion: str, answer: str) -> float:
+    return len(answer) / max(len(completion.strip()), len(answer))
 
 
 def main():
@@ -72,7 +69,7 @@ def main():
     )
     trainer = GSPOTrainer(
         model=tiny.model,
-        reward_funcs=[for_trl(right), for_trl(brief)],
+        reward_funcs=[right, brief],
         args=config,
         train_dataset=Dataset.from_list(prompts),
         processing_class=tiny.tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,7 +75,12 @@ def run(
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
     for claim, verdict in compare_report.verdicts(results).items():
-        console.print(f"{CLAIMS[claim]}: {verdict}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\n{CLAIMS[claim]}?", style="bold", markup=False, highlight=False)
+        for sentence in verdict.split(". "):  # no number or abbreviation contains this
+            line = sentence[0].upper() + sentence[1:]
+            text = textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    ")
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print()
     console.print(f"results: {path}", soft_wrap=True)
     with needs("the figure", "train", "matplotlib"):
         compare_report.draw(results, path.with_suffix(".png"))

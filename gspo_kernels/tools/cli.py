@@ -58,7 +58,8 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Import rewards, print all options and the predicted memory, and train nothing."
+            "--dry-run",
+            help="Check prompts and rewards, print all options and the predicted memory, and train nothing.",
         ),
     ] = False,
 ) -> None:
@@ -68,9 +69,9 @@ def train(
     The results replace the previous demo's.
 
     With model=FOLDER data=FILE, this trains your checkpoint on your prompts. The reward is 1 if the answer equals the
-    expected answer or ends with it, else 0. reward=file.py:function uses your own reward. All options are in
-    docs/trainer.md. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM stop the training and
-    save its state.
+    expected answer or ends with it, else 0. reward=file.py:function uses your own reward. --dry-run prints all
+    options. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM stop the training and save
+    its state. `gspo eval` and `gspo export` continue from there.
 
     Presets: demo, paper, under-1b, 1b-10b, moe. For several processes, start it with torchrun.
     """
@@ -82,6 +83,8 @@ def train(
 
     disable_progress_bar()  # transformers' progress bar would overwrite ours
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    if not console.is_terminal:
+        console.width = 120  # fixed, so that tables in a log do not wrap
     try:
         settings = trainer.read_config(config, options or (), resume)
         if dry_run:
@@ -95,10 +98,88 @@ def train(
     except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
         fail(error)
     console.print(report.table())
+    for line in report.summary():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for warning in report.warnings():
         console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
     console.print(f"metrics: {report.folder / 'metrics.jsonl'}", soft_wrap=True)
     console.print(f"curves:  {report.curves}" if report.curves else report.note, markup=False, soft_wrap=True)
+
+
+@app.command("eval", context_settings={"ignore_unknown_options": True})
+def evaluate(
+    source: Annotated[str, typer.Argument(help="Folder of a run, or folder or hub id of a model or adapter.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Options, such as data=FILE reward=file.py:function n=16 k=1,8."),
+    ] = None,
+    answers: Annotated[
+        Path | None, typer.Option(help="Write all answers with their rewards to this jsonl file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Reward the answers of a trained model: one greedy answer per prompt, and n sampled ones with pass@k.
+
+    A run is evaluated on its held-out prompts, with its rewards and its options; data=FILE takes all prompts of another
+    file. Another model needs data=FILE or task=NAME. n=0 samples nothing. An answer passes if its reward is at least
+    passing=1. Intervals are 95% bootstrap intervals over the prompts.
+    """
+    try:
+        from gspo_kernels.integrations import reference_trainer as trainer
+    except MissingExtraError as error:
+        fail(error)
+    from rich.progress import Progress
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    console = Console(quiet=as_json)
+    if not console.is_terminal:
+        console.width = 120  # fixed, so that tables in a log do not wrap
+    try:
+        if answers is not None and answers.exists():
+            raise trainer.InputError(f"--answers: expected a file that does not exist yet, got {answers}")
+        evaluation = trainer.read_evaluation(source, options or ())
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            shown = bar.add_task("answers")
+            report = trainer.evaluate(
+                evaluation,
+                lambda line: bar.console.print(line, markup=False, highlight=False, soft_wrap=True),
+                lambda done, total: bar.update(shown, completed=done, total=total),
+            )
+        if answers is not None:
+            report.write_answers(answers)
+    except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
+        fail(error)
+    console.print(report.table())
+    if as_json:
+        typer.echo(json.dumps(report.to_dict()))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/demo.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write, which does not exist yet or is empty.")],
+    seed: Annotated[int | None, typer.Option(help="Seed whose model is written. (default: the run's first)")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Folder or hub id of an adapter's base model, if it is no longer where it was.")
+    ] = None,
+) -> None:
+    """Write a run's model as a folder that transformers and vLLM load.
+
+    The folder has weights, tokenizer, generation config and a model card. A LoRA adapter is merged into its base.
+    """
+    try:
+        from gspo_kernels.integrations import reference_trainer as trainer
+    except MissingExtraError as error:
+        fail(error)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        trainer.export(run, out, seed, base)
+    except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
+        fail(error)
+    typer.echo(f"model: {out}; its model card: {out / 'README.md'}")
 
 
 def _only_with(required: str, present: bool, options: dict[str, object]) -> None:

@@ -11,6 +11,8 @@ optimizer step). `gspo train` is the command line, and docs/trainer.md is its ma
     advantages   from rewards to advantages
     zero_advantage  answers that do not run through the model
     optimizer    AdamW, fp32 masters       distributed  several processes
+    held_out     held-out rewards: intervals, changes, pass@k
+    evaluation   gspo eval                 exporting    gspo export
     report       files and tables          checkpoints  the state of a run; replacing files
     resuming     what may change when a run is resumed
     progress     printed progress          curves       curves.png
@@ -23,8 +25,11 @@ from gspo_kernels.extras import needs
 with needs(__name__, "train", "transformers", "tokenizers", "rich"):
     from .config import InputError, TrainConfig
     from .config_file import read_config, train_config
+    from .evaluation import evaluate, read_evaluation
+    from .exporting import export
     from .memory import forecast
     from .trainer import train
     from .update import TrainingError
 
-__all__ = ["InputError", "TrainConfig", "TrainingError", "forecast", "read_config", "train", "train_config"]
+__all__ = ["InputError", "TrainConfig", "TrainingError", "evaluate", "export", "forecast", "read_config"]
+__all__ += ["read_evaluation", "train", "train_config"]

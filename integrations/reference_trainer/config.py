@@ -59,12 +59,13 @@ class TrainConfig:
     # Prompts and rewards
     model: str | None = None  # folder or hub id of a checkpoint; None: a tiny random Qwen3
     task: str = ""  # sorting, arithmetic, calculator or format; "": data, or without a model sorting
-    data: Path | None = None  # jsonl with "prompt" (text or chat messages) and "answer", instead of a task
+    data: Path | None = None  # jsonl with "prompt" (text or chat messages), "answer" and others, instead of a task
+    eval_data: Path | None = None  # jsonl of the prompts to evaluate on; None: hold out a part of `data`
     reward: tuple[str, ...] = ()  # "module:function" or "file.py:function", with a weight "0.5*file.py:function"
     reward_timeout: float = 10.0  # seconds per call of a reward function
     max_prompt_tokens: int = 0  # 0: no limit
     eval_every: int = 25  # steps between evaluations; step 0 and the last step are always evaluated
-    eval_prompts: int = 128  # held out, never trained on
+    eval_prompts: int = 128  # held out, never trained on; at most a fifth of `data`
     # Sampling
     prompts_per_step: int = 32
     group_size: int = 8  # answers per prompt
@@ -183,6 +184,9 @@ class TrainConfig:
             require("clip_noise_every", not (self.clip_noise_every and conflict), f"0 with {name}")
         if self.data is not None and self.model is None:
             raise InputError("data needs model=FOLDER, the checkpoint to train on it")
+        require("eval_data", self.eval_data is None or self.data is not None, "none without data=FILE to train on")
+        is_default = self.eval_prompts == TrainConfig.eval_prompts
+        require("eval_prompts", self.eval_data is None or is_default, "no value with eval_data, which is used entirely")
 
     def _require(self, name: str, satisfied: bool, expected: str) -> None:
         """Raise an InputError that names the option unless `satisfied`."""
@@ -277,6 +281,9 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
     "max_new_tokens": 512,
 }
+# The best learning rate of LoRA is about ten times that of full fine-tuning, also in RL (Schulman et al. 2025, "LoRA
+# Without Regret", thinkingmachines.ai/blog/lora).
+LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-5}
 
 
 def with_defaults(options: Mapping[str, Any]) -> TrainConfig:
@@ -284,6 +291,7 @@ def with_defaults(options: Mapping[str, Any]) -> TrainConfig:
     chosen = {name: value for name, value in options.items() if value is not None}
     if "model" in chosen or "data" in chosen:
         name = Path(str(chosen.get("model", "model"))).name
-        return TrainConfig(**{"name": name, **CHECKPOINT_DEFAULTS, **chosen})
+        defaults = CHECKPOINT_DEFAULTS | (LORA_DEFAULTS if chosen.get("lora_rank") else {})
+        return TrainConfig(**{"name": name, **defaults, **chosen})
     overwrite = "name" not in chosen and not chosen.get("resume", False)
     return TrainConfig(**{"threads": 1, "overwrite": overwrite, **chosen})

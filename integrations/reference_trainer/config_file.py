@@ -143,15 +143,23 @@ def read_config(
         folder = Path(resume).resolve()
         place = {"name": folder.name, "output": folder.parent, "resume": True, "overwrite": False}
         options = read_run(Path(resume))[0] | place
+    for key, value in key_values(texts).items():
+        if key in place:
+            raise InputError(f"{key}: expected no such option with --resume, which continues {resume}, got {value!r}")
+        options[key] = value
+    return train_config(**options)
+
+
+def key_values(texts: Sequence[str]) -> dict[str, str]:
+    """Read texts of the form key=value. Raise an InputError for another form."""
+    options = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or text.startswith("-"):
             hint = f" (is it {key.lstrip('-')}=VALUE?)" if nearest(key.lstrip("-"), [*TYPES, *OBJECTIVE]) else ""
             raise InputError(f"{text}: expected key=value, such as steps=100{hint}")
-        if key in place:
-            raise InputError(f"{key}: expected no such option with --resume, which continues {resume}, got {value!r}")
         options[key] = value
-    return train_config(**options)
+    return options
 
 
 def options_of_file(path: Path) -> dict[str, Any]:

@@ -14,24 +14,29 @@ from ..tasks import Example, RewardComponent, Rewards, Task, answer_found, neare
 from ..tasks.base import make_task
 from .config import InputError, TrainConfig
 
-RewardFunction = Callable[[str, str], float | None]  # function(completion, answer)
+RewardFunction = Callable[..., Any]  # see tasks.rewards.Parameters
 Reward = RewardFunction | Sequence[RewardFunction | RewardComponent]
 EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
 
 
 def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> Task:
-    """Make the run's task, with the run's rewards. Takes arguments of `train`."""
+    """Make the run's task, with the run's rewards. Takes arguments of `train`.
+
+    Raises:
+        InputError: prompts or rewards cannot be loaded, or a reward asks for a column that a row lacks.
+    """
     components = tuple(load_reward(spec) for spec in config.reward)
     if reward is not None:
         components = components_of(reward)
     if task is not None:
         task = replace(task, rewards=replace(task.rewards, components=components or task.rewards.components))
     elif config.data is not None:
-        task = jsonl_task(config.data, config.eval_prompts, components)
+        task = jsonl_task(config.data, config.eval_prompts, components, config.eval_data)
     elif config.model is not None and not config.task:
         raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
     else:
         task = task_by_name(config.task or "sorting", config.eval_prompts, components)
+    task.rewards.check([*task.train, *task.held_out])
     return replace(task, rewards=replace(task.rewards, timeout=config.reward_timeout))
 
 
@@ -47,40 +52,72 @@ def components_of(reward: Reward) -> tuple[RewardComponent, ...]:
         elif callable(x):
             components.append(RewardComponent(getattr(x, "__name__", "reward"), 1.0, x))  # type: ignore[arg-type]
         else:
-            expected = "a function(completion, answer), or a list of functions or RewardComponents"
+            expected = "a function, such as function(completion, answer), or a list of functions or RewardComponents"
             raise InputError(f"reward: expected {expected}, got {x!r}")
     return tuple(components)
 
 
-def jsonl_task(path: Path, held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
-    """Make a task from a jsonl file: one object with "prompt" and "answer" (text or number) per line.
+def jsonl_task(
+    path: Path, held_out: int, rewards: Sequence[RewardComponent] = (), eval_data: Path | None = None
+) -> Task:
+    """Make a task from a jsonl file. `held_out` prompts, but at most a fifth of the file, are kept for evaluation.
+
+    Args:
+        rewards: if there are none, the reward is `answer_found`.
+        eval_data: a jsonl file whose prompts are all used for evaluation. None of `path` are held out then.
+
+    Raises:
+        InputError: a file or a line cannot be used, or both files have a prompt. The message names the file, and the
+            line if it is at fault.
+    """
+    examples = read_examples("data", path, needs_answer=not rewards)
+    default = Rewards((RewardComponent("answer_found", 1.0, answer_found),))
+    if eval_data is not None:
+        evaluated = read_examples("eval_data", eval_data, needs_answer=not rewards)
+        for option, file, of_file in (("data", path, examples), ("eval_data", eval_data, evaluated)):
+            if not of_file:
+                raise InputError(f"{option} {file}: expected at least 1 prompt, got 0")
+        if shared := {x.key for x in examples} & {x.key for x in evaluated}:
+            raise InputError(
+                f"eval_data {eval_data}: expected prompts that are not in data {path}, got {len(shared)} that are, "
+                f"such as {min(shared)[:60]!r}"
+            )
+        chosen = Rewards(tuple(rewards)) if rewards else default
+        return Task(path.stem, examples, evaluated, chosen, split=f"all {len(evaluated)} prompts of {eval_data}")
+    if len(examples) < 2:
+        raise InputError(f"data {path}: expected at least 2 different prompts (one is held out), got {len(examples)}")
+    held_out = max(1, min(held_out, len(examples) // 5))
+    return make_task(path.stem, examples, held_out, rewards, default)
+
+
+def read_examples(option: str, path: Path, needs_answer: bool) -> list[Example]:
+    """Read a jsonl file: one object per line, with "prompt", usually "answer", and any other columns for the rewards.
 
     A prompt is text, or a list of chat messages, each with "role" and "content". If several lines have the same prompt,
-    the first is used. `held_out` prompts, but at most a fifth of the file, are kept for evaluation. Without `rewards`,
-    the reward is `answer_found`.
+    the first is used. An answer that is text or a number is kept as text without surrounding spaces.
+
+    Args:
+        option: names the file in messages.
+        needs_answer: refuse answers that are neither text nor a number.
 
     Raises:
         InputError: the file or a line cannot be used. The message names the file, and the line if it is at fault.
     """
     if not path.is_file():
-        raise InputError(f"data {path}: expected a jsonl file, got {'a folder' if path.is_dir() else 'no file'}")
+        raise InputError(f"{option} {path}: expected a jsonl file, got {'a folder' if path.is_dir() else 'no file'}")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"data {path}: expected readable UTF-8 text: {error}") from error
+        raise InputError(f"{option} {path}: expected readable UTF-8 text: {error}") from error
     by_key: dict[str, Example] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            example = parse_line(f"data {path}, line {number}", line)
+            example = parse_line(f"{option} {path}, line {number}", line, needs_answer)
             by_key.setdefault(example.key, example)
-    if len(by_key) < 2:
-        raise InputError(f"data {path}: expected at least 2 different prompts (one is held out), got {len(by_key)}")
-    held_out = max(1, min(held_out, len(by_key) // 5))
-    default = Rewards((RewardComponent("answer_found", 1.0, answer_found),))
-    return make_task(path.stem, list(by_key.values()), held_out, rewards, default)
+    return list(by_key.values())
 
 
-def parse_line(where: str, line: str) -> Example:
+def parse_line(where: str, line: str, needs_answer: bool) -> Example:
     """Parse one line of the file. Raise an InputError that begins with `where` for an invalid line."""
     try:
         record = json.loads(line)
@@ -88,16 +125,21 @@ def parse_line(where: str, line: str) -> Example:
         raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
     if not isinstance(record, dict):
         raise InputError(f'{where}: expected a JSON object with "prompt" and "answer", got {line.strip()[:60]!r}')
-    for key in ("prompt", "answer"):
+    for key in ("prompt", "answer") if needs_answer else ("prompt",):
         if key not in record:
-            raise InputError(f'{where}: "{key}" is missing; the keys are {sorted(record)}')
-    prompt, answer = record["prompt"], record["answer"]
+            without = ", which the default reward needs" if key == "answer" else ""
+            raise InputError(f'{where}: "{key}" is missing{without}; the keys are {sorted(record)}')
+    prompt, answer = record.pop("prompt"), record.pop("answer", None)
     if not (is_chat(prompt) if isinstance(prompt, list) else isinstance(prompt, str) and prompt.strip()):
         expected = 'text that is not empty, or a list of chat messages, each with a "role" and a "content" of text'
         raise InputError(f'{where}: "prompt" must be {expected}, got {prompt!r}')
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise InputError(f'{where}: "answer" must be text or a number, and not empty, got {answer!r}')
-    return Example(prompt, str(answer).strip())
+    if isinstance(answer, str | int | float) and not isinstance(answer, bool):
+        answer = str(answer).strip()
+    if needs_answer and not (isinstance(answer, str) and answer):
+        raise InputError(
+            f'{where}: "answer" must be text or a number, and not empty, for the default reward, got {answer!r}'
+        )
+    return Example(prompt, answer, record)
 
 
 def is_chat(messages: list[Any]) -> bool:

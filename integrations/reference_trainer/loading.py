@@ -16,7 +16,7 @@ from gspo_kernels.extras import needs
 
 from .config import InputError, TrainConfig
 from .distributed import shard, world
-from .policy import SORTING, Policy, check_head, demo_policy, make_policy
+from .policy import SORTING, Policy, check_head, demo_policy, make_policy, merged
 from .routing import ROUTERS, routers
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -71,33 +71,69 @@ def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
     Raises:
         InputError: there is no such checkpoint, it cannot be loaded, or `make_policy` refuses it.
     """
-    source, missing = located(source)
+    place, missing = located(source)
+    is_adapter = (Path(place) / "adapter_config.json").is_file()
     options: dict[str, Any] = {"dtype": weight_dtype(config) if config else torch.float32}
     if config and config.quantization:
+        if is_adapter:
+            raise InputError(
+                f"quantization: expected '' with model={source}, an adapter, got {config.quantization!r}. "
+                "`gspo export` writes the merged model of a run"
+            )
         options["quantization_config"] = quantization(config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        if (Path(source) / "adapter_config.json").is_file():
-            with needs(f"model {source}, a LoRA adapter,", "lora", "peft"):
-                from peft import AutoPeftModelForCausalLM
-            adapted: Any = AutoPeftModelForCausalLM.from_pretrained(source, **options)
-            model: Any = adapted.merge_and_unload().requires_grad_(True)
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        if is_adapter:
+            model = load_merged(place, tokenizer, options).requires_grad_(True)
         else:
-            model = AutoModelForCausalLM.from_pretrained(source, **options)
+            model = AutoModelForCausalLM.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"model {source}: {missing}: {' '.join(str(error).split())}") from error
     return prepared(model, tokenizer, config or TrainConfig())
 
 
+def load_merged(adapter: str, tokenizer: Any, options: dict[str, Any], base: str | None = None) -> Any:
+    """Load a LoRA adapter with its base model, and merge them.
+
+    Args:
+        options: of the base's `from_pretrained`.
+        base: folder or hub id of the base, instead of the one that the adapter names.
+
+    Raises:
+        InputError: the base cannot be loaded.
+    """
+    with needs(f"model {adapter}, a LoRA adapter,", "lora", "peft"):
+        from peft import PeftConfig, PeftModel
+    named = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(located(named)[0], **options)
+    except (OSError, ValueError) as error:
+        source = "--base" if base else "base_model_name_or_path in its adapter_config.json"
+        hint = "" if base else ". `gspo export RUN OUT --base FOLDER` merges it with the base in FOLDER"
+        raise InputError(
+            f"model {adapter}: expected the adapter's base model at {named!r} ({source}), which cannot be loaded: "
+            f"{' '.join(str(error).split())}{hint}"
+        ) from error
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))  # as when the adapter was trained
+    try:
+        return merged(PeftModel.from_pretrained(model, adapter))
+    except RuntimeError as error:  # of load_state_dict: the shapes differ
+        raise InputError(f"model {adapter}: the adapter does not fit the base {named!r}: {error}") from error
+
+
 def located(source: str) -> tuple[str, str]:
-    """Find the folder or hub id of a checkpoint. Also return the reason to give if it cannot be loaded.
+    """Find the absolute folder or the hub id of a checkpoint. Also return the reason to give if it cannot be loaded.
 
     Raises:
         InputError: `source` is not a folder and does not look like a hub id.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return str(path), "the folder does not hold a checkpoint and tokenizer that transformers can load"
+        expected = "the folder does not hold a checkpoint and tokenizer that transformers can load"
+        return str(path.resolve()), expected  # absolute, because an adapter stores it as the name of its base
     if HUB_ID.fullmatch(source) and not path.exists():
         return source, "there is no such folder, and the hub did not provide it"
     raise InputError(f"model {source}: there is no such folder, and this is not a hub id of the form org/name")

@@ -92,7 +92,7 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
         InputError: the model's configuration, the prompts or a reward cannot be loaded, or `train` would refuse to
             resume the run.
     """
-    task, _, _, notes = start_of(config, task, reward)
+    task, record, _, notes = start_of(config, task, reward)
     model = untrained(config, task.characters or PRINTABLE)
     task, left_out = fitting(config, model, task)
     if left_out:
@@ -111,6 +111,7 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
             *(f"# {note}" for note in notes),
             f"# {len(task.train):,} prompts for training, {len(task.held_out):,} for evaluation; rewards: "
             f"{', '.join(rewards)}",
+            f"# held out: {record['held_out']}",
             f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, "
             f"{config.total_updates} per seed",
             f"# {size} answers per update, in {size // (config.micro_batch_size or size)} micro-batches",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_kernels import linear_log_probs
@@ -103,17 +103,54 @@ class Policy:
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write the model (with LoRA, its adapter) and the tokenizer so that `load_policy` can load them.
 
+        An adapter names the folder or hub id of its base. If the base is only in memory, because it has random weights
+        or is itself merged, write the merged model instead.
+
         Args:
             weights: the state dict to write; required if the model is sharded.
         """
         inner = self.inner
-        adapter = {"save_embedding_layers": False} if inner is not self.model else {}
+        adapter: dict[str, Any] = {}
+        if inner is not self.model:
+            settings = self.model.peft_config["default"]
+            if not settings.base_model_name_or_path:
+                self._save_merged(folder, settings, weights)
+                return
+            adapter = {"save_embedding_layers": False}
         sampling_config, inner.generation_config = inner.generation_config, self.checkpoint_generation_config
         try:
             self.model.save_pretrained(folder, state_dict=weights, **adapter)
         finally:
             inner.generation_config = sampling_config
         self.tokenizer.save_pretrained(folder)
+
+    def _save_merged(self, folder: Path, settings: Any, weights: dict[str, Tensor] | None) -> None:
+        """Merge the adapter in a copy of the model, which has no hooks and is not sharded. Save the copy."""
+        from peft import get_peft_model
+
+        inner = self.inner
+        copied: Any = get_peft_model(AutoModelForCausalLM.from_config(inner.config).to(inner.dtype), settings)
+        copied.load_state_dict(self.model.state_dict() if weights is None else weights)
+        model = merged(copied)
+        model.generation_config = self.checkpoint_generation_config
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def merged(adapted: Any) -> Any:
+    """Merge the LoRA adapter of a PEFT model into its weights. Return the transformers model.
+
+    If the head has an adapter and shares its weight with the embeddings, the head gets a weight of its own. Otherwise
+    merging would change the embeddings too.
+    """
+    inner = base_model(adapted)
+    head = getattr(inner.get_output_embeddings(), "base_layer", None)
+    if head is not None and head.weight is inner.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        inner.config.tie_word_embeddings = decoder_config(inner).tie_word_embeddings = False
+    model = adapted.merge_and_unload()
+    model.name_or_path = ""  # these weights are in no folder
+    return model
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .config import TrainConfig
 from .distributed import rank
-from .report import Row, lacks_signal, likely_cause
+from .held_out import read_estimate, suffixes
+from .report import STILL, Row, is_still, lacks_signal, likely_cause
 
 SHOWN = {"reward": "training reward {:.3f}", "clip_fraction": "clip fraction {:.3f}"}
 SHOWN |= {"tokens_per_second": "{:,.0f} tokens/s"}
@@ -21,6 +22,7 @@ class TrainingProgress(Progress):
     def __init__(self, config: TrainConfig) -> None:
         console = Console(quiet=rank() > 0)
         self._config = config
+        self._has_old_policy = config.updates_per_rollout * config.epochs > 1  # with one update, every ratio is 1
         self._lines = not (console.is_interactive and console.file.isatty())
         bar = TextColumn("seed {task.fields[seed]}"), BarColumn(bar_width=None), MofNCompleteColumn()
         numbers = TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(elapsed_when_finished=True)
@@ -36,7 +38,9 @@ class TrainingProgress(Progress):
         self._held_out = row["eval_reward"]
         self._rows: list[Row] = []  # since the last evaluation
         self._without_signal: list[Row] = []  # the latest consecutive steps for which `lacks_signal` is true
-        self._warned = False
+        self.warned = False  # of steps without a signal
+        self._still = 0  # the number of the latest consecutive steps for which `is_still` is true
+        self._hinted = False
         self._bar = self.add_task("", total=self._config.steps, completed=step, seed=seed, numbers="")
         self._show_evaluation(row)
 
@@ -50,12 +54,23 @@ class TrainingProgress(Progress):
             self._show_evaluation(row)
         self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
         steps = len(self._without_signal)
-        if steps >= self._config.warn_after and not self._warned:
-            self._warned = True
+        if steps >= self._config.warn_after and not self.warned:
+            self.warned = True
             self.say(
                 f"WARNING: seed {self._seed} is learning nothing from its rewards. In {steps} consecutive steps, all "
                 f"answers to each prompt had the same reward. {likely_cause(self._without_signal)}",
                 style="bold red",
+            )
+
+        self._still = self._still + 1 if is_still(row, self._config) else 0
+        if self._still >= self._config.warn_after and not self._hinted and self._has_old_policy:
+            self._hinted = True
+            lora = " LoRA needs about 10 times the learning rate of full fine-tuning." if self._config.lora_rank else ""
+            self.say(
+                f"HINT: in {self._still} consecutive steps of seed {self._seed}, nothing was clipped, and no ratio "
+                f"moved by {STILL:g} from 1. learning_rate={self._config.learning_rate:g} is probably too low: raise "
+                f"it until clip_fraction is 0.1 to 0.4.{lora}",
+                style="bold",
             )
 
     def _show_evaluation(self, row: Row) -> None:
@@ -63,5 +78,7 @@ class TrainingProgress(Progress):
         place = f"seed {self._seed}  step {row['step']} of {self._config.steps}"
         means = [text.format(fmean(r[name] for r in self._rows)) for name, text in SHOWN.items() if self._rows]
         if self._lines:
-            self.say("  ".join([place, f"held-out reward {row['eval_reward']:.3f}", *means]))
+            estimates = {suffix: read_estimate(row, "eval_reward", suffix) for suffix in suffixes(row)}
+            held_out = [f"{suffix[1:] or 'held-out reward'} {x}" for suffix, x in estimates.items() if x is not None]
+            self.say("  ".join([place, *held_out, *means]))
         self._rows = []

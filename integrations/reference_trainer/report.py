@@ -7,7 +7,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +19,12 @@ from rich.table import Table
 
 from gspo_kernels.extras import MissingExtraError, needs
 
+from ..tasks import Example
 from .checkpoints import WriteError, check_form, naming, remove, replacing, write_checkpoint
 from .config import InputError, TrainConfig
 from .curves import plot_curves
 from .distributed import gather, rank, whole_weights
+from .held_out import HeldOut, held_out_results, sentence
 from .policy import Policy
 from .resuming import RECORD
 from .trackers import Trackers
@@ -33,13 +35,23 @@ except ImportError:  # not on Windows
     fcntl = None
 
 Row = dict[str, Any]  # one line of metrics.jsonl
+MODEL_STATE = "trainer_state.json"  # in the folder of a model: the seed and the step after which it was saved
+HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 # Numbers in the line of each step that the summary of a run needs.
 SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
+STILL = 3e-5  # a ratio closer to 1 has not moved: a tenth of GSPO's clip window
 
 
 def lacks_signal(row: Row) -> bool:
     """True if all answers to each prompt had the same reward in a step, so that every advantage was 0."""
     return row["groups_without_signal"] == 1
+
+
+def is_still(row: Row, config: TrainConfig) -> bool:
+    """True if a step had a signal and a learning rate near its peak, but clipped nothing and moved no ratio."""
+    if lacks_signal(row) or row["learning_rate"] < config.learning_rate / 2:  # in the warm-up or the decay
+        return False
+    return row["clip_fraction"] == 0 and max(row["ratio_max"] - 1, 1 - row["ratio_min"]) < STILL
 
 
 def likely_cause(rows: list[Row]) -> str:
@@ -73,17 +85,24 @@ class SeedResult:
     end_reward: float  # on held-out prompts, in the last evaluation
     clip_fraction: float  # mean over the first half of the steps
     seconds: float
-    no_signal: str = ""  # the likely cause, if no step had a group with different rewards
+    held_out: tuple[HeldOut, ...] = ()  # the total, then each component if there are several
+    no_signal: str = ""  # the likely cause, if no step had a group with different rewards and no warning said so
 
     @classmethod
-    def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
-        """Summarize the metrics of one seed. `rows` has one entry per step, from step 0 on."""
+    def from_rows(cls, seed: int, rows: list[Row], warned: bool = False) -> SeedResult:
+        """Summarize the metrics of one seed.
+
+        Args:
+            rows: one per step, from step 0 on.
+            warned: steps without a signal have been warned of already.
+        """
         steps = rows[1:]
         clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
-        no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""
+        no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) and not warned else ""
         seconds = sum(row["seconds"] for row in steps)
-        held_out = [row["eval_reward"] for row in rows if "eval_reward" in row]
-        return cls(seed, held_out[0], held_out[-1], clip_fraction, seconds, no_signal)
+        evaluated = [row["eval_reward"] for row in rows if "eval_reward" in row]
+        held_out = held_out_results(rows)
+        return cls(seed, evaluated[0], evaluated[-1], clip_fraction, seconds, held_out, no_signal)
 
     @property
     def rise(self) -> float:
@@ -101,15 +120,24 @@ class RunReport:
     note: str  # the reason why there is no plot, or ""
 
     def table(self) -> Table:
-        """A table with one line per seed."""
-        headings = ("seed", "start", "end", "rise", "clip fraction, first half", "seconds")
-        table = Table(*headings, title="Held-out reward (greedy answers)")
-        for column in table.columns:
-            column.justify = "right"
-        for x in self.results:
-            rewards = f"{x.start_reward:.3f}", f"{x.end_reward:.3f}", f"{x.rise:+.3f}"
-            table.add_row(str(x.seed), *rewards, f"{x.clip_fraction:.3f}", f"{x.seconds:.0f}")
+        """A table with one line per seed and held-out reward."""
+        headings = ("seed", "reward", "start", "end", "paired change", "verdict")
+        prompts = self.results[0].held_out[0].prompts
+        title = f"Held-out rewards: greedy answers to {prompts} prompts, with 95% bootstrap intervals over the prompts"
+        table = Table(*headings, title=title)
+        for result in self.results:
+            for x in result.held_out:
+                change = "-" if x.change is None else x.change.signed()
+                table.add_row(str(result.seed), x.name, str(x.start or "-"), str(x.end or "-"), change, x.verdict)
         return table
+
+    def summary(self) -> list[str]:
+        """One line per seed: whether the held-out reward rose, clip fraction and time."""
+        return [
+            f"seed {x.seed}: {sentence(x.held_out)}. Clip fraction {x.clip_fraction:.3f} in the first half of the "
+            f"steps; {x.seconds:.0f} s"
+            for x in self.results
+        ]
 
     def warnings(self) -> list[str]:
         """One line per seed that learned nothing from its rewards."""
@@ -151,6 +179,7 @@ class RunFolder:
         self._drawn = time.monotonic()
         self._trackers = Trackers(config)
         self.record: Row = {}  # the options and arguments that the run was started with, for config.json
+        self.held_out: Sequence[Example] = ()  # the prompts of the evaluations, for held_out.jsonl
         with agreed():
             if self._writes and self.path.is_dir():
                 self._check_unused()
@@ -234,6 +263,11 @@ class RunFolder:
                 names = ("curves.png", "checkpoint.pt", "model-seed*", "tensorboard")
                 for path in [path for name in names for path in self.path.glob(name)]:
                     remove(path)
+            with replacing(self.path / HELD_OUT) as file:
+                lines = (
+                    json.dumps({"prompt": example.prompt, **example.row}, default=str) for example in self.held_out
+                )
+                file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             for name, file in self._files.items():
                 file.truncate(kept[name])
         self._is_open = True
@@ -278,18 +312,21 @@ class RunFolder:
             raise InputError(f"{self.metrics}: expected seed {seed} to have a line for each step from 0, got {steps}")
         for row in rows:
             needed = SUMMARIZED if row["step"] else ()
-            needed += ("eval_reward",) * ("eval_reward" in row)
-            check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, dict.fromkeys(needed, float))
+            form: Row = dict.fromkeys(needed, float)
+            if "eval_reward" in row:
+                form |= {"eval_reward": float, "eval_rewards": {"total": list, "components": dict}}
+            check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, form)
         return rows
 
-    def save_model(self, policy: Policy, seed: int) -> Path:
-        """Write the model of a seed and return the model's folder. The folder appears only when it is complete."""
+    def save_model(self, policy: Policy, seed: int, step: int) -> Path:
+        """Write the model of a seed after a step. Return the model's folder, which appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
         weights = whole_weights(policy)
         with agreed():
             if self._writes:
                 with replacing(folder) as partial:
                     policy.save(partial, weights)
+                    (partial / MODEL_STATE).write_text(json.dumps({"seed": seed, "step": step}), encoding="utf-8")
         return folder
 
     def save_checkpoint(self, state: Row) -> None:
@@ -322,6 +359,25 @@ class RunFolder:
                 return None, str(error)
             self._drawn = time.monotonic()
         return curves, ""
+
+
+def model_of_run(folder: Path, seeds: Sequence[int], seed: int | None) -> Path:
+    """The folder of the model that a run saved for a seed. None: the first seed.
+
+    Raises:
+        InputError: the run has no such seed, or no model of it.
+    """
+    seed = seeds[0] if seed is None else seed
+    if seed not in seeds:
+        raise InputError(f"seed: expected one of {folder}'s seeds {list(seeds)}, got {seed}")
+    model = folder / f"model-seed{seed}"
+    if not model.is_dir():
+        remedy = "it was killed, or started with save=false"
+        if (folder / "checkpoint.pt").is_file():
+            step = max((row["step"] for row in read_rows(folder / "metrics.jsonl") if row["seed"] == seed), default=0)
+            remedy += f". `gspo train --resume {folder} save=true steps={step}` writes the model after step {step}"
+        raise InputError(f"{folder}: expected the model {model.name}, which the run has not written: {remedy}")
+    return model
 
 
 def read_rows(metrics: Path, size: int | None = None) -> list[Row]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,10 +15,11 @@ from ..tasks import Task
 from .checkpoints import check_form, read_checkpoint
 from .config import InputError, TrainConfig
 from .data import Reward, task_of
+from .loading import located
 
 RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # trained weights need these
-PROMPTS = ("task", "data", "eval_prompts")  # they define prompts and answers
+PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
 
 
 class Start(NamedTuple):
@@ -37,7 +41,7 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     from_python = [name for name, x in (("task", task), ("reward", reward)) if x is not None]
     if not config.resume:
         task = task_of(config, task, reward)
-        return Start(task, record_of(task, from_python), None, [])
+        return Start(task, record_of(config, task, from_python), None, [])
     before, then = read_run(config.folder)
     if "from_python" in then:
         check_arguments(config.folder, then["from_python"], from_python)
@@ -48,7 +52,7 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
         check_untrained(config.folder)
     check_changes(config, changes, before, saved)
     task = task_of(config, task, reward)
-    record = record_of(task, from_python)
+    record = record_of(config, task, from_python)
     if then.get("prompts", record["prompts"]) != record["prompts"]:
         related = "".join(f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes)
         expected = f"the prompts and answers of {config.folder} in their order, with the digest {then['prompts']}"
@@ -63,10 +67,21 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     return Start(task, record, saved, notes)
 
 
-def record_of(task: Task, from_python: list[str]) -> dict[str, Any]:
-    """Arguments from Python, weights of rewards, and a hash of the prompts: what config.json adds to the options."""
+def record_of(config: TrainConfig, task: Task, from_python: list[str]) -> dict[str, Any]:
+    """What config.json adds to the options: arguments from Python, weights of rewards, a hash of the prompts, ..."""
     rewards = {component.name: component.weight for component in task.rewards.components}
-    return {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
+    record = {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
+    model = None if config.model is None else located(config.model)[0]
+    return record | {"held_out": task.split or "those of the task from Python", "model": model, "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the installed packages that matter for a model."""
+    installed = {"Python": platform.python_version()}
+    for name in ("gspo-kernels", "torch", "transformers", "peft"):
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

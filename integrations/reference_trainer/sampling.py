@@ -292,6 +292,9 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
     max_prompt_tokens = config.max_prompt_tokens
     max_new_tokens = config.max_new_tokens
     for examples in (task.train, task.held_out):
+        if not examples:  # `gspo eval` trains on none
+            kept.append([])
+            continue
         prompts = encode(policy, [example.prompt for example in examples])
         check_tokens(config, policy, examples, prompts)
         lengths = [len(ids) for ids in prompts]

@@ -6,7 +6,6 @@ docs/trainer.md follows one rollout through this file and `update.py`, with the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -24,16 +23,17 @@ from .checkpoints import CHECKPOINT, WriteError
 from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
+from .held_out import check_failures, collect, held_out_metrics, rewards_by_prompt
 from .loading import pick_device, policy_of_seed, set_seed
 from .measures import numbers_of_step
 from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
-from .report import Row, RunFolder, RunReport, SeedResult
+from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
-from .sampling import Dialogue, Rollout, converse, encode, fitting, padded, sampler_weights
+from .sampling import Rollout, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
-from .update import Batch, NotFiniteError, TrainingError, autocast, mini_batches, update, with_log_probs
+from .update import Batch, NotFiniteError, TrainingError, mini_batches, update, with_log_probs
 from .zero_advantage import live_rows, skipping
 
 REDRAW = 30.0  # seconds between refreshes of curves.png
@@ -97,12 +97,14 @@ class Training:
         self.stop = stop
         self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
         self.task, left_out = fitting(config, self.policy, task)
+        folder.held_out = self.task.held_out
         if left_out:
             progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
         self.skipping = skipping(config, self.policy)
         self.optimizer = Optimizer(self.policy, config)
         self.running = RunningMoments()
         self.step = 0  # rollouts that have been trained on
+        self.start: Row | None = None  # the rewards of the evaluation before the first step
         self.rows: list[Row] = []
         self.updating = False  # between the first update of a step and the step's end
 
@@ -118,7 +120,7 @@ class Training:
             while self.step < config.steps:
                 self.train_step(next(prompts))
             if config.save:
-                self.folder.save_model(self.policy, self.seed)
+                self.folder.save_model(self.policy, self.seed, self.step)
         except (KeyboardInterrupt, SystemExit, TrainingError) as error:
             try:
                 if not isinstance(error, WriteError):  # a full disk would not take another file either
@@ -126,7 +128,7 @@ class Training:
             finally:
                 self.say_how_to_continue()
             raise
-        return SeedResult.from_rows(self.seed, self.rows)
+        return SeedResult.from_rows(self.seed, self.rows, self.progress.warned)
 
     def seed_generators(self, step: int) -> None:
         """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
@@ -137,6 +139,8 @@ class Training:
         say = self.progress.say
         weight = self.policy.router_loss_weight
         self.seed_generators(0)
+        if self.seed == self.config.seeds[0]:
+            say(f"held out: {self.folder.record['held_out']}; written to {self.folder.path / HELD_OUT}")
         if weight:
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:
@@ -144,7 +148,8 @@ class Training:
         say(self.skipping.description)
         if self.config.updates_per_rollout * self.config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
-        row = {"step": 0, "eval_reward": self.evaluate(0)[0]}
+        row = {"step": 0, **self.evaluate(0)[0]}
+        self.start = row["eval_rewards"]
         with self.stop.postponed():
             self.finish_step(row)
         self.progress.begin(self.seed, row)
@@ -157,6 +162,7 @@ class Training:
                 f"resume: expected the metrics of seed {self.seed} to end with step {saved['step']}, at which the "
                 f"checkpoint was written, got step {rows[-1]['step']}"
             )
+        self.start = self.comparable(rows[0]["eval_rewards"])
         self.optimizer.load(saved["optimizer"])
         self.running = RunningMoments(**{name: saved["running"][name] for name in CHECKPOINT["running"]})
         self.folder.open(saved["sizes"])  # removes lines written after the checkpoint, so do this after all checks
@@ -165,6 +171,26 @@ class Training:
         self.progress.say(f"seed {self.seed}: continues after step {self.step}")
         evaluated = [row for row in self.rows if "eval_reward" in row]
         self.progress.begin(self.seed, evaluated[-1], self.step)
+
+    def comparable(self, start: Row) -> Row | None:
+        """Return the rewards of the evaluation before the first step, or None if the run's rewards have changed.
+
+        Raises:
+            InputError: that evaluation had another number of prompts.
+        """
+        prompts = len(self.task.held_out)
+        if len(start["total"]) != prompts:
+            raise InputError(
+                f"max_prompt_tokens: expected a limit that leaves {len(start['total'])} held-out prompts, as when "
+                f"{self.folder.path} was started, got {self.config.max_prompt_tokens}, which leaves {prompts}"
+            )
+        now = self.task.rewards([], []).components
+        if start["components"].keys() == now.keys():
+            totals = self.task.rewards.totals(start["components"], prompts)
+            if all(before in (None, total) for before, total in zip(start["total"], totals, strict=True)):
+                return start
+        self.progress.say("resume: the rewards have changed, so held-out rewards are not compared with those of step 0")
+        return None
 
     def state(self) -> dict[str, Any]:
         """The state at the end of the last step, for `restore`. All processes must call this."""
@@ -185,12 +211,13 @@ class Training:
         # Random numbers and padding are the same for every number of processes, and so are the answers.
         seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
         width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
-        sampling = (config.group_size, config.temperature, limit, seeds, width)
+        options: dict[str, Any] = {"group_size": config.group_size, "temperature": config.temperature}
+        options |= {"max_new_tokens": limit, "seeds": seeds, "width": width}
         with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
-            answers, rewards = self.collect(distributed.share(examples), *sampling)
+            answers, rewards = collect(config, self.policy, self.task, distributed.share(examples), **options)
         rollout = padded(self.policy, distributed.gather_lists(answers))
-        rewards = joined(distributed.gather(rewards))
-        self.report_failures(rewards, f"step {step}", allowed=False)
+        rewards = joined(distributed.gather(rewards))  # of all processes, so that all stop together
+        check_failures(rewards, f"step {step}", self.progress.say)
         epochs = mini_batches(config, self.seed, step)
         running = replace(self.running)  # if a signal comes before the updates, the last step's moments are saved
         batch = self.batch_of(rollout, rewards, epochs[0], running)
@@ -224,7 +251,8 @@ class Training:
             }
             is_last = step == config.steps
             if step % config.eval_every == 0 or is_last:
-                row["eval_reward"], samples = self.evaluate(step)
+                metrics, samples = self.evaluate(step)
+                row |= metrics
                 self.folder.write_samples(self.seed, step, samples)
             self.step = step
             self.finish_step({**row, "seconds": time.perf_counter() - started})
@@ -259,55 +287,30 @@ class Training:
         if row["step"]:
             self.progress.show(row)
 
-    def collect(
-        self,
-        examples: Sequence[Example],
-        group_size: int,
-        temperature: float | None,
-        max_new_tokens: int,
-        seeds: Sequence[Sequence[int]] | None = None,
-        width: int = 0,
-    ) -> tuple[list[Dialogue], RewardBatch]:
-        """Sample `group_size` answers per prompt and compute their rewards. Takes the arguments of `converse`."""
-        options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
-        options |= {"seeds": seeds, "width": width}
-        with autocast(self.config, self.policy):
-            answers = converse(self.policy, examples, temperature=temperature, **options)
-        texts = [x.text for x in answers]
-        turns = [x.turns for x in answers]
-        return answers, self.task.rewards(texts, [x.example for x in answers], turns)
-
-    def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
-        """Print one of the failed calls. Raise a TrainingError if all calls of a component failed, unless `allowed`.
-
-        `rewards` come from all processes, so that all processes raise it.
-        """
-        for failure in [] if allowed else rewards.all_failed:
-            calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
-            raise TrainingError(f"{calls} failed in {when}. One of them: {failure}")
-        for failure in rewards.failures[:1]:
-            self.progress.say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
-
-    def evaluate(self, step: int) -> tuple[float, list[Row]]:
-        """Compute the mean reward of greedy answers to held-out prompts. Also return this process's first answers."""
+    def evaluate(self, step: int) -> tuple[Row, list[Row]]:
+        """Reward greedy answers to held-out prompts. Return the metrics, and this process's first answers."""
         config = self.config
+        greedy: dict[str, Any] = {"temperature": None, "max_new_tokens": config.max_new_tokens}
         held_out = distributed.share(self.task.held_out)
         rewards = [self.task.rewards([], [])]  # a process may have no prompts
         samples: list[Row] = []
         size = config.rollout_size // distributed.world()
         with distributed.gathered(self.policy):  # once, because processes may have different numbers of batches
             for start in range(0, len(held_out), size):
-                answers, scored = self.collect(held_out[start : start + size], 1, None, config.max_new_tokens)
+                answers, scored = collect(config, self.policy, self.task, held_out[start : start + size], **greedy)
                 rewards.append(scored)
                 for i, answer in enumerate(answers[: config.samples - len(samples)]):
                     components = {name: values[i] for name, values in scored.components.items()}
-                    sample = {**vars(answer.example), "completion": answer.text}
+                    example = answer.example
+                    sample = {"prompt": example.prompt, "answer": example.answer, "completion": answer.text}
                     reward = scored.total[i] if scored.scored[i] else None
                     samples.append({**sample, "reward": reward, "components": components})
         together = joined(distributed.gather(joined(rewards)))
         when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
-        self.report_failures(together, when, allowed=step > 0)
-        return together.mean, samples
+        check_failures(together, when, self.progress.say, allowed=step > 0)
+        now = rewards_by_prompt(together)
+        metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
+        return metrics, samples
 
     def save_stopped(self) -> None:
         """Save a run that was stopped at the end of a step or while sampling."""
@@ -324,7 +327,7 @@ class Training:
             if reason := folder.plot()[1]:
                 say(reason)
             if self.config.save:
-                say(f"model: {folder.save_model(self.policy, self.seed)}")
+                say(f"model: {folder.save_model(self.policy, self.seed, self.step)}")
             say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
 
     def say_how_to_continue(self) -> None:

@@ -30,6 +30,7 @@ class Task:
     reply: Callable[[str, Example], str | None] | None = None  # reply(turn, example); None ends the dialogue
     max_turns: int = 1
     characters: str = ""  # of prompts, answers and replies, for a tokenizer of single characters
+    split: str = ""  # how the held-out examples were chosen
 
     def __post_init__(self) -> None:
         shared = {example.key for example in self.train} & {example.key for example in self.held_out}
@@ -38,11 +39,12 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """A hash of prompts and answers in their order."""
+        """A hash of prompts, answers and other columns in their order."""
         total = hashlib.sha256()
         for examples in (self.train, self.held_out):
             for example in examples:
-                line = json.dumps([example.prompt, example.answer], default=lambda x: type(x).__name__)
+                record = [example.prompt, example.answer, *([example.columns] if example.columns else [])]
+                line = json.dumps(record, default=lambda x: type(x).__name__)
                 total.update(f"{line}\n".encode())
             total.update(b"\n")
         return total.hexdigest()[:16]
@@ -57,9 +59,11 @@ def make_task(
     **options: Any,
 ) -> Task:
     """Make a task that holds out `held_out` examples. Without `rewards`, use `default`. `options`: fields of Task."""
-    characters = "".join(sorted({character for e in examples for character in e.key + e.answer}))
+    texts = [text for e in examples for text in (e.key, e.answer) if isinstance(text, str)]
+    characters = "".join(sorted(set("".join(texts))))
     chosen = Rewards(tuple(rewards)) if rewards else default
-    return Task(name, *split(examples, held_out), chosen, **{"characters": characters, **options})
+    rule = f"{held_out} of {len(examples)} prompts, by random.Random({SPLIT_SEED}).sample"
+    return Task(name, *split(examples, held_out), chosen, **{"characters": characters, "split": rule, **options})
 
 
 def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:

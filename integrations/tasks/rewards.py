@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,10 +34,11 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, as text or chat messages, and the answer that the rewards compare with."""
+    """A prompt, as text or chat messages, with the answer and the other columns of its row, for the rewards."""
 
     prompt: Prompt
-    answer: str
+    answer: Any = None  # text, or another JSON value if the rewards take one; None: the row has none
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def key(self) -> str:
@@ -45,13 +47,19 @@ class Example:
             return self.prompt
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The columns that a reward may ask for, by name: prompt, answer (unless it is None) and all others."""
+        answer = {} if self.answer is None else {"answer": self.answer}
+        return {**self.columns, "prompt": self.prompt, **answer}
+
 
 class RewardComponent(NamedTuple):
-    """A reward function with its name in the log and its weight in the sum."""
+    """A reward function with its name in the log and its weight in the sum. See `Parameters` for its arguments."""
 
     name: str
     weight: float
-    function: Callable[[str, str], float | None]  # function(completion, answer); None: does not apply
+    function: Callable[..., Any]
 
 
 class Failure(NamedTuple):
@@ -121,13 +129,90 @@ def joined(parts: Sequence[RewardBatch]) -> RewardBatch:
     return RewardBatch(total, components, [x for part in parts for x in part.failures], turns)
 
 
+class Parameters(NamedTuple):
+    """Which arguments a reward function asks for.
+
+    A function of one completion has a parameter `completion` (or else its first parameter is the completion), and may
+    have the parameters `prompt`, `answer` and any other column of the row. It returns a number or None. A function in
+    the form of TRL has a parameter `completions`, gets a list for each parameter, and returns a list. `**kwargs`
+    get all columns that are not parameters. A function with `*args` is called as function(completion, answer).
+    """
+
+    completion: str  # the name of the parameter of the completion, or "": call function(completion, answer)
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # columns whose parameters have a default
+    takes_any: bool = False  # has **kwargs
+    takes_lists: bool = False
+
+    def columns(self, example: Example) -> dict[str, Any]:
+        """The columns of an example by the names that the function has for them."""
+        row = example.row
+        return {"prompts" if self.takes_lists and name == "prompt" else name: x for name, x in row.items()}
+
+    def of_one(self, completion: str, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments for one completion."""
+        if not self.completion:
+            return (completion, example.answer), {}
+        row = self.columns(example)
+        names = row if self.takes_any else [name for name in self.required + self.optional if name in row]
+        return (), {**{name: row[name] for name in names}, self.completion: completion}
+
+    def of_all(self, completions: Sequence[str], examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """Keyword arguments for all completions. As in TRL, the completion of a chat is a list of one message."""
+        rows = [self.columns(example) for example in examples]
+        present = dict.fromkeys(name for row in rows for name in row)
+        names = present if self.takes_any else [name for name in self.required + self.optional if name in present]
+        said = [
+            text if isinstance(example.prompt, str) else [{"role": "assistant", "content": text}]
+            for text, example in zip(completions, examples, strict=True)
+        ]
+        return {**{name: [row.get(name) for row in rows] for name in names}, self.completion: said}
+
+
+def parameters_of(component: RewardComponent) -> Parameters:
+    """Read the signature of a reward function.
+
+    Raises:
+        InputError: it has no parameter for the completion, or it is a coroutine.
+    """
+    name, _, function = component
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Python does not know the parameters of some functions written in C
+        return Parameters("")
+    expected = f"reward {name!r}: expected a function with a parameter for the completion, such as (completion, answer)"
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        raise InputError(f"{expected}, got a coroutine function (async def)")
+    parameters = list(signature.parameters.values())
+    if any(x.kind in (x.VAR_POSITIONAL, x.POSITIONAL_ONLY) for x in parameters):
+        try:
+            signature.bind("", "")
+        except TypeError as error:
+            raise InputError(f"{expected}, got {signature}") from error
+        return Parameters("")
+    named = [x for x in parameters if x.kind is not x.VAR_KEYWORD]
+    names = [x.name for x in named]
+    takes_any = len(named) < len(parameters)
+    takes_lists = "completions" in names or "prompts" in names
+    completion = "completions" if takes_lists else "completion"
+    if completion not in names and not takes_lists and names and names[0] not in ("prompt", "answer"):
+        completion = names[0]
+    elif completion not in names and not takes_any:
+        raise InputError(f"{expected}, got {signature}")
+    others = [x for x in named if x.name != completion]
+    required = tuple(x.name for x in others if x.default is x.empty)
+    optional = tuple(x.name for x in others if x.default is not x.empty)
+    return Parameters(completion, required, optional, takes_any, takes_lists)
+
+
 @dataclass(frozen=True)
 class Rewards:
     """Weighted components and, for multi-turn tasks, a function that rewards each turn.
 
     A component that returns None does not apply to the completion: it adds nothing to the total. A call that raises an
     exception, takes longer than `timeout` seconds or returns anything but finite numbers is a failure, and its reward
-    is 0. `turn_reward` must return a number for every turn.
+    is 0. A function in the form of TRL has `timeout` seconds per completion. `turn_reward` must return a number for
+    every turn.
 
     The time limit uses SIGALRM. It interrupts Python code and C code that checks for signals, such as `re`. Other C
     code is interrupted when it returns. Outside the main thread and on Windows there is no limit.
@@ -137,7 +222,7 @@ class Rewards:
     """
 
     components: tuple[RewardComponent, ...] = ()
-    timeout: float = 10.0  # seconds per call
+    timeout: float = 10.0  # seconds per completion
     turn_reward: Callable[[list[str], str], list[float]] | None = None  # function(turns, answer): one reward per turn
 
     def __post_init__(self) -> None:
@@ -150,59 +235,105 @@ class Rewards:
         if not 0 < self.timeout < math.inf:
             raise InputError(f"reward_timeout: expected a number of seconds above 0, got {self.timeout!r}")
 
+    def check(self, examples: Sequence[Example]) -> None:
+        """Check that every example has the columns that the reward functions ask for.
+
+        Raises:
+            InputError: a function has no parameter for the completion, or asks for a column that an example lacks.
+        """
+        for component in self.components:
+            parameters = parameters_of(component)
+            rows = [parameters.columns(example) for example in examples]
+            for name in parameters.required:
+                lacking = [row for row in rows if name not in row]
+                if lacking:
+                    given = "completions, prompts" if parameters.takes_lists else "completion, prompt"
+                    raise InputError(
+                        f"reward {component.name!r}: expected parameters named {given}, answer or another column of "
+                        f"each row, got {name!r}, which {len(lacking)} of {len(rows)} rows lack; the columns of one of "
+                        f"them are {', '.join(sorted(lacking[0]))}{nearest(name, lacking[0])}"
+                    )
+
     def __call__(
         self, completions: Sequence[str], examples: Sequence[Example], turns: Sequence[list[str]] | None = None
     ) -> RewardBatch:
         """Reward B completions of B examples. `turns` has the policy's text of each turn of each completion."""
         failures: list[Failure] = []
-        components: dict[str, list[float | None]] = {name: [] for name, *_ in self.components}
+        components = {x.name: self._rewards_of(x, completions, examples, failures) for x in self.components}
         of_turns: list[list[float]] = []
-        for text, example, said in zip(completions, examples, turns or [[x] for x in completions], strict=True):
-            for name, _, function in self.components:
-                rewards = self._call(name, partial(function, text, example.answer), 1, text, failures, optional=True)
-                components[name].append(None if rewards is None else rewards[0])
-            if self.turn_reward is not None:
-                call = partial(self.turn_reward, said, example.answer)
-                of_turns.append(self._call(TURNS, call, len(said), text, failures) or [])
-        weights = {name: weight for name, weight, _ in self.components}
         if self.turn_reward is not None:
+            said = turns or [[text] for text in completions]
+            for text, example, parts in zip(completions, examples, said, strict=True):
+                call = partial(self.turn_reward, parts, example.answer)
+                values, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
+                reason = reason or misfit(values, len(parts))
+                failures += [Failure(TURNS, reason, text)] if reason else []
+                of_turns.append([0.0] * len(parts) if reason else values)
             components[TURNS] = [sum(rewards) for rewards in of_turns]
-            weights[TURNS] = 1.0
-        total = [
-            sum((weights[name] * reward for name, x in components.items() if (reward := x[i]) is not None), 0.0)
-            for i in range(len(completions))
+        turn_rewards = None if self.turn_reward is None else of_turns
+        return RewardBatch(self.totals(components, len(completions)), components, failures, turn_rewards)
+
+    def totals(self, components: Mapping[str, Sequence[float | None]], count: int) -> list[float]:
+        """The weighted sums of `count` rewards by component. Components that do not apply (None) add nothing."""
+        weights = {**{name: weight for name, weight, _ in self.components}, TURNS: 1.0}
+        return [
+            sum((weights[name] * x for name, xs in components.items() if (x := xs[i]) is not None), 0.0)
+            for i in range(count)
         ]
-        return RewardBatch(total, components, failures, None if self.turn_reward is None else of_turns)
 
-    def _call(
+    def _rewards_of(
         self,
-        name: str,
-        function: Callable[[], Any],
-        count: int,
-        completion: str,
+        component: RewardComponent,
+        completions: Sequence[str],
+        examples: Sequence[Example],
         failures: list[Failure],
-        optional: bool = False,
-    ) -> list[float] | None:
-        """Call a function that returns `count` numbers, or one number if `count` is 1, with the time limit.
+    ) -> list[float | None]:
+        """Call a component's function. For each call that fails, append to `failures`, and the reward is 0."""
+        name, _, function = component
+        parameters = parameters_of(component)
+        values: list[float | None] = []
+        if parameters.takes_lists and completions:
+            options = parameters.of_all(completions, examples)
+            count = len(completions)
+            result, reason = attempt(lambda: numbers_of(list(function(**options))), self.timeout * count)
+            if not reason and len(result) != count:
+                reason = f"expected a list of {count} rewards, got {len(result)}"
+            values = [math.nan] * count if reason else result
+            reasons = [reason or misfit([x], 1, optional=True) for x in values]
+        else:
+            reasons = []
+            for text, example in zip(completions, examples, strict=True):
+                arguments, options = parameters.of_one(text, example)
+                call = partial(function, *arguments, **options)
+                result, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
+                reasons.append(reason or misfit(result, 1, optional=True))
+                values.append(math.nan if reasons[-1] else result[0])
+        failed = zip(reasons, completions, strict=True)
+        failures += [Failure(name, reason, text) for reason, text in failed if reason]
+        return [0.0 if reason else x for reason, x in zip(reasons, values, strict=True)]
 
-        If it fails, append to `failures` and return zeros. Return None if the function does and `optional` allows it.
-        """
-        try:
-            with time_limit(self.timeout):
-                result: Any = function()
-                if result is None and optional:
-                    return None
-                values: list[Any] = result if isinstance(result, list) else [result]
-                rewards = [float(value) for value in values]
-            if len(rewards) == count and all(abs(x) <= LARGEST for x in rewards):
-                return rewards
-            reason = f"expected {count} finite float32 number{'s' * (count > 1)}, got {', '.join(map(str, rewards))}"
-        except RewardTimeout:
-            reason = f"no result after {self.timeout:g} s"
-        except Exception as error:  # whatever the user's function raises is reported
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        failures.append(Failure(name, reason, completion))
-        return [0.0] * count
+
+def attempt(call: Callable[[], Any], seconds: float) -> tuple[Any, str]:
+    """Call a function with a time limit. Return its result and "", or None and the reason why it failed."""
+    try:
+        with time_limit(seconds):
+            return call(), ""
+    except RewardTimeout:
+        return None, f"no result after {seconds:g} s"
+    except Exception as error:  # whatever the user's function raises is reported
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def numbers_of(result: Any) -> list[float | None]:
+    """Convert a number or a list to floats. None stays None."""
+    return [None if x is None else float(x) for x in (result if isinstance(result, list) else [result])]
+
+
+def misfit(values: list[float | None], count: int, optional: bool = False) -> str:
+    """Say what is wrong unless there are `count` finite numbers, or None where `optional`; else return ""."""
+    if len(values) == count and all(optional if x is None else abs(x) <= LARGEST for x in values):
+        return ""
+    return f"expected {count} finite float32 number{'s' * (count > 1)}, got {', '.join(map(str, values))}"
 
 
 class RewardTimeout(BaseException):

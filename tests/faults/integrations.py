@@ -139,7 +139,7 @@ FAULTS: dict[str, Fault] = {
         "trainer_ranks::test_two_processes_train_like_one[ddp]",
     ),
     "an error in a reward function stops the run": (
-        "Rewards._call",
+        "attempt",
         "Exception",
         "ValueError",
         "trainer_tasks::test_a_failed_component_scores_zero_and_is_reported",
@@ -233,6 +233,42 @@ FAULTS: dict[str, Fault] = {
         "self.updating",
         "False",
         "trainer_resume::test_a_second_signal_in_the_updates_saves_nothing",
+    ),
+    "a reward's columns not checked before the run": (
+        "task_of",
+        "task.rewards.check([*task.train, *task.held_out])",
+        "pass",
+        "trainer_tasks::test_a_wrong_signature_is_an_error_before_anything_is_sampled[mode1]",
+    ),
+    "pass@k of samples drawn with replacement": (
+        "pass_at_k",
+        "comb(samples - correct, k) / comb(samples, k)",
+        "((samples - correct) / samples) ** k",
+        "trainer_held_out::test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer",
+    ),
+    "an export replaces a folder": (
+        "export",
+        "check_free(out)",
+        "pass",
+        "trainer_export::test_wrong_arguments_change_nothing",
+    ),
+    "a tied head merged into the embeddings": (
+        "merged",
+        "head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)",
+        "pass",
+        "trainer_options::test_a_merged_head_that_was_tied_leaves_the_embeddings",
+    ),
+    "a verdict without its interval": (
+        "verdict",
+        "change.low > 0",
+        "change.mean > 0",
+        "trainer_held_out::test_a_verdict_needs_an_interval_without_0_and_enough_prompts",
+    ),
+    "a resumed run compares with its last evaluation": (
+        "Training.restore",
+        'self.comparable(rows[0]["eval_rewards"])',
+        'self.comparable([row for row in rows if "eval_rewards" in row][-1]["eval_rewards"])',
+        "trainer_held_out::test_a_resumed_run_compares_with_its_first_evaluation",
     ),
     "a process that stops alone": (
         "Training.evaluate",

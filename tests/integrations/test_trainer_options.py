@@ -106,6 +106,14 @@ def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_lora_on_a_checkpoint_has_a_learning_rate_of_its_own() -> None:
+    assert train_config(model="x").learning_rate == 1e-6
+    assert train_config(model="x", lora_rank=8).learning_rate == 1e-5
+    assert train_config(model="x", lora_rank=8, learning_rate=3e-6).learning_rate == 3e-6
+    assert train_config(model="x", preset="1b-10b").learning_rate == 5e-6
+    assert train_config(lora_rank=8).learning_rate == train_config().learning_rate == 5e-4
+
+
 # Values from Python
 
 
@@ -248,6 +256,51 @@ def test_lora_trains_the_adapters_only(tmp_path: Path) -> None:
         moved = not torch.equal(weight, trained.model.get_parameter(name))
         assert moved == any(part in name for part in ("_proj", "lm_head")), name
     assert 0 < rows_of(folder)[1]["reward"] <= 0.5
+
+
+def test_an_adapter_names_its_base_absolutely_or_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a base in a folder (random weights, or an adapter merged on loading), the merged model is saved."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    policy.demo_policy().save(Path("base"))
+    options: dict[str, Any] = {**SMALL, "output": "runs", "lora_rank": 2, "learning_rate": 1e-2, "steps": 1}
+    trained: list[policy.Policy] = []
+    save = policy.Policy.save
+    for name, model in (("first", "base"), ("second", "runs/first/model-seed0"), ("random", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(policy.Policy, "save", lambda self, *args: (trained.append(self), save(self, *args)))
+            train(train_config(model=model, task="sorting", name=name, seeds=0, max_new_tokens=7, **options))
+        folder = Path("runs") / name / "model-seed0"
+        if name == "first":
+            settings = json.loads((folder / "adapter_config.json").read_text())
+            assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+        assert (folder / "adapter_config.json").exists() == (name == "first") != (folder / "config.json").exists()
+        monkeypatch.chdir("/")
+        ids = torch.arange(8)[None]
+        saved = loading.load_policy(str(tmp_path / folder)).model(ids).logits
+        torch.testing.assert_close(saved, trained[-1].model(ids).logits, rtol=0, atol=1e-4)
+        monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"quantization: expected '' with model=.*, an adapter"):
+        loading.load_policy("runs/first/model-seed0", train_config(model="x", lora_rank=2, quantization="8bit"))
+    (tmp_path / "base").rename("moved")
+    with pytest.raises(InputError, match=r"expected the adapter's base model at '.*/base' .* --base FOLDER"):
+        loading.load_policy("runs/first/model-seed0")
+
+
+def test_a_merged_head_that_was_tied_leaves_the_embeddings(tmp_path: Path) -> None:
+    model = policy.demo_policy().model
+    model.config.tie_word_embeddings = True
+    type(model)(model.config).save_pretrained(tmp_path / "tied")
+    policy.demo_policy().tokenizer.save_pretrained(tmp_path / "tied")
+    config = small(tmp_path, model=str(tmp_path / "tied"), task="sorting", lora_rank=4, lora_head=True)
+    trained = loading.initial_policy(config)
+    for name, weight in trained.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    trained.save(tmp_path / "adapter")
+    ids = torch.arange(8)[None]
+    merged = loading.load_policy(str(tmp_path / "adapter"))
+    torch.testing.assert_close(merged.model(ids).logits, trained.model(ids).logits, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -86,7 +86,7 @@ def interrupt(
 # The function in which the signal arrives, its call, and the number of steps that are done when the run stops.
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "before the first step": (loop.Training, "train_step", 1, 0),
-    "sampling": (loop.Training, "collect", 4, 2),  # the first call evaluates
+    "sampling": (loop, "collect", 4, 2),  # the first call evaluates
     "old log-probs": (loop, "with_log_probs", 4, 3),
     "advantages": (loop, "advantages_of", 4, 3),
     "first update": (loop, "update", 5, 2),
@@ -167,7 +167,7 @@ def test_a_second_signal_in_the_updates_saves_nothing(
         (f"continue: gspo train --resume {folder}" in out) == (owner == "later") == (folder / "checkpoint.pt").exists()
     )
     with monkeypatch.context() as patch:  # the files were cut to their sizes at the checkpoint, and are saved like that
-        interrupt(patch, loop.Training, "collect", 1)
+        interrupt(patch, loop, "collect", 1)
         with pytest.raises(KeyboardInterrupt):
             train(read_config(resume=folder))
     train(read_config(resume=folder))
@@ -180,7 +180,7 @@ def test_a_run_stopped_in_its_first_evaluation_keeps_the_earlier_run(
     earlier = train(small(tmp_path, steps=1)).folder
     files = {path.name: path.read_bytes() for path in earlier.iterdir()}
     with monkeypatch.context() as patch:
-        interrupt(patch, loop.Training, "collect", 1, signal.SIGTERM)
+        interrupt(patch, loop, "collect", 1, signal.SIGTERM)
         with pytest.raises(SystemExit) as caught:
             train(small(tmp_path, steps=2))
     assert caught.value.code == 143 and {path.name: path.read_bytes() for path in earlier.iterdir()} == files

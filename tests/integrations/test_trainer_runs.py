@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
-from gspo_kernels.integrations.tasks import Example, RewardComponent
+from gspo_kernels.integrations.tasks import Example, RewardComponent, task_by_name
 from gspo_kernels.tools.cli import app
 
 SIZES = [f"{name}={value}" for name, value in SMALL.items() if name != "steps"]
@@ -122,7 +124,9 @@ def test_rewards_from_python_are_functions_or_components(tmp_path: Path) -> None
     row = rows_of(train(small(tmp_path), reward=parts).folder)[1]
     assert row["reward"] == pytest.approx(1.5 * row["reward/length"]) and row["reward/half"] == row["reward/length"] > 0
     for wrong in ("file.py:length", [length, "length"]):
-        with pytest.raises(InputError, match=r"reward: expected a function\(completion, answer\), or a list .*, got"):
+        with pytest.raises(
+            InputError, match=r"reward: expected a function, such as function\(completion, answer\), or a list .*, got"
+        ):
             train(small(tmp_path), reward=wrong)  # type: ignore[arg-type]
 
 
@@ -150,8 +154,8 @@ def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: 
     model = tmp_path / "stopped" / "model-seed0"
     assert f"model: {model}" in out and load_policy(str(model))
     assert f"continue: gspo train --resume {model.parent}" in out
-    files = {"checkpoint.pt", "config.json", "curves.png", "metrics.jsonl", "model-seed0", "samples.jsonl"}
-    assert {p.name for p in model.parent.iterdir()} == files
+    files = {"checkpoint.pt", "config.json", "curves.png", "held_out.jsonl", "metrics.jsonl", "samples.jsonl"}
+    assert {p.name for p in model.parent.iterdir()} == files | {"model-seed0"}
     assert [row["step"] for row in rows_of(model.parent)][:5] == [0, 1, 2, 3, 4]
 
 
@@ -181,16 +185,24 @@ def test_signal_handlers_replace_defaults_in_the_main_thread_only(monkeypatch: p
 
 def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(small(tmp_path, steps=4))
-    skipping, *lines = capsys.readouterr().out.splitlines()
+    held_out, skipping, *lines = capsys.readouterr().out.splitlines()
     rows = rows_of(tmp_path / "demo")
+    file = tmp_path / "demo" / "held_out.jsonl"
+    assert held_out == f"held out: 8 of 648 prompts, by random.Random(0).sample; written to {file}"
+    expected_prompts = [{"prompt": x.prompt, "answer": x.answer} for x in task_by_name("sorting", 8).held_out]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == expected_prompts
+    reward = [
+        f"held-out reward {row['eval_reward']:.3f} [{row['eval_reward_low']:.3f}, {row['eval_reward_high']:.3f}]"
+        for row in rows
+        if "eval_reward" in row
+    ]
     assert skipping == "skip_zero_advantage=true: answers with advantage 0 do not run through the model"
-    assert lines[0] == f"seed 0  step 0 of 4  held-out reward {rows[0]['eval_reward']:.3f}"
-    for line, first in zip(lines[1:], (1, 3), strict=True):
+    assert lines[0] == f"seed 0  step 0 of 4  {reward[0]}"
+    for line, first, held_out in zip(lines[1:], (1, 3), reward[1:], strict=True):
         steps = rows[first : first + 2]
-        reward, clipped = (sum(row[name] for row in steps) / 2 for name in ("reward", "clip_fraction"))
+        mean, clipped = (sum(row[name] for row in steps) / 2 for name in ("reward", "clip_fraction"))
         expected = (
-            f"seed 0  step {first + 1} of 4  held-out reward {steps[1]['eval_reward']:.3f}  "
-            f"training reward {reward:.3f}  clip fraction {clipped:.3f}  "
+            f"seed 0  step {first + 1} of 4  {held_out}  training reward {mean:.3f}  clip fraction {clipped:.3f}  "
         )
         assert line.startswith(expected) and re.search(r"  [\d,]+ tokens/s$", line)
 
@@ -199,7 +211,7 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path, monkeypatch: 
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, force_interactive=True, width=300)
     monkeypatch.setattr(progress, "Console", lambda quiet: console)
-    row = {"reward": 0.0, "clip_fraction": 0.0, "tokens_per_second": 1.0, "truncated": 0.0}
+    row = {"reward": 0.0, "clip_fraction": 0.1, "tokens_per_second": 1.0, "truncated": 0.0, "learning_rate": 5e-4}
     with progress.TrainingProgress(small(tmp_path, steps=40)) as shown:
         shown.begin(0, {"step": 0, "eval_reward": 0.0})
         for step in range(1, 41):
@@ -209,16 +221,37 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path, monkeypatch: 
     assert "is learning nothing from its rewards. In 10 consecutive steps" in screen.getvalue()
 
 
+def test_a_learning_rate_that_moves_nothing_is_hinted_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = dict(lora_rank=2, warn_after=3, steps=8)
+    train(small(tmp_path, learning_rate=1e-8, **options))
+    hint = (
+        "HINT: in 3 consecutive steps of seed 0, nothing was clipped, and no ratio moved by 3e-05 from 1. "
+        "learning_rate=1e-08 is probably too low: raise it until clip_fraction is 0.1 to 0.4. LoRA needs about 10 "
+        "times the learning rate of full fine-tuning.\n"
+    )
+    assert capsys.readouterr().out.count(hint) == 1
+    for name, changes in {
+        "moves": {"learning_rate": 1e-2},
+        "one update": {"learning_rate": 1e-8, "updates_per_rollout": 1},
+        "warm-up": {"learning_rate": 1e-8, "warmup_updates": 32},
+    }.items():
+        train(small(tmp_path, name=name, **options | changes))
+        assert ("HINT" in capsys.readouterr().out) == (name == "warm-up")  # at its end the rate is near its peak
+
+
 @pytest.mark.parametrize(("reward", "cause"), [(0.0, "Every reward was 0."), (1.0, "already solves these prompts")])
 def test_a_run_with_equal_rewards_warns_at_the_end(tmp_path: Path, reward: float, cause: str) -> None:
     (tmp_path / "constant.py").write_text(f"def constant(completion, answer):\n    return {reward}\n")
     arguments = ["train", f"output={tmp_path}", "steps=3", "seeds=0", "save=false", *SIZES]
     arguments += [f"reward={tmp_path}/constant.py:constant"]
-    result = CliRunner().invoke(app, [*arguments, "warn_after=2"])
-    assert result.exit_code == 0, result.output
-    running, _, summary = result.output.partition("Held-out reward")
-    assert running.count("WARNING: seed 0 is learning nothing") == 1 and cause in running
-    assert summary.count("WARNING: seed 0 learned nothing") == 1 and cause in summary
+    for warn_after, in_run in ((2, True), (9, False)):
+        result = CliRunner().invoke(app, [*arguments, f"warn_after={warn_after}"])
+        assert result.exit_code == 0, result.output
+        running, _, summary = result.output.partition("Held-out rewards: greedy")
+        assert running.count("WARNING: seed 0 is learning nothing") == in_run == (cause in running)
+        assert summary.count("WARNING: seed 0 learned nothing") != in_run == (cause not in summary)
     assert [row["groups_without_signal"] for row in rows_of(tmp_path / "demo")[1:]] == [1.0, 1.0, 1.0]
 
 

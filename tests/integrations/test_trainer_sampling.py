@@ -161,16 +161,16 @@ def test_rewards_with_random_numbers_are_the_same_after_a_resume(
 ) -> None:
     reward = [RewardComponent("noisy", 1.0, noisy)]
     whole = rows_of(train(small(tmp_path / "whole", steps=4), reward=reward).folder)
-    collect = loop.Training.collect
+    collect = loop.collect
 
-    def interrupted(self: loop.Training, *arguments: object) -> object:
-        if self.step == 2:
+    def interrupted(*arguments: Any, seeds: Any = None, **options: Any) -> object:
+        if seeds is not None and seeds[0][1] == 3:  # of step 3
             noisy("", "")
             raise KeyboardInterrupt
-        return collect(self, *arguments)  # type: ignore[arg-type]
+        return collect(*arguments, seeds=seeds, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "collect", interrupted)
+        patch.setattr(loop, "collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(small(tmp_path, steps=4), reward=reward)
     noisy("", "")

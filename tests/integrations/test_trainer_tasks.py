@@ -18,6 +18,7 @@ import torch
 from helpers.reference_runs import write_jsonl
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task, load_reward
@@ -26,6 +27,7 @@ from gspo_kernels.integrations.tasks import TASKS, Example, RewardComponent, Rew
 from gspo_kernels.integrations.tasks.arithmetic import problem, steps_add_up
 from gspo_kernels.integrations.tasks.calculator import calculate
 from gspo_kernels.integrations.tasks.rewards import time_limit
+from gspo_kernels.tools.cli import app
 
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127)), "\n"]
 EXAMPLE = Example("2+7-4 by calculator:", "2+7;9-4;5")
@@ -71,7 +73,7 @@ def backtracking(*_: str) -> float:
     return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
 
 
-def broken(completion: str, _: str) -> float:
+def broken(completion: str) -> float:
     return 1 / (len(completion) - 2)
 
 
@@ -98,7 +100,7 @@ def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., 
 
 def test_a_component_that_returns_none_does_not_apply() -> None:
     """It adds nothing to the total and is no failure, as in TRL."""
-    short = RewardComponent("short", 0.5, lambda text, _: 1.0 if len(text) < 3 else None)
+    short = RewardComponent("short", 0.5, lambda text: 1.0 if len(text) < 3 else None)
     equal = RewardComponent("equal", 2.0, lambda text, answer: None if answer == "?" else text == answer)
     batch = Rewards((short, equal))(
         ["ab", "ab", "abc", "abc"], [Example("", "ab"), Example("", "?"), Example("", "abc"), Example("", "?")]
@@ -113,6 +115,102 @@ def test_a_component_that_returns_none_does_not_apply() -> None:
     never = Rewards((RewardComponent("never", 1.0, lambda *_: None),))(["a", "b"], [EXAMPLE] * 2)
     assert never.metrics(2) == {"reward": 0.0, "groups_without_signal": 1.0, "unscored": 1.0}
     assert never.all_failed == []  # a call that returns None has not failed
+
+
+ROWS = [
+    Example("2+2?", ["4", "four"], {"level": 1}),
+    Example([{"role": "user", "content": "3+3?"}], ["6"], {"level": 2}),
+]
+ANSWERS, PROMPTS = [["4", "four"], ["6"]], ["2+2?", ROWS[1].prompt]
+SAID = ["4", [{"role": "assistant", "content": "6"}]]  # TRL's form of a completion to text, and to a chat
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ("completion", {"completion": ["4", "6"]}),
+        ("text, answer", {"text": ["4", "6"], "answer": ANSWERS}),
+        ("answer, completion", {"completion": ["4", "6"], "answer": ANSWERS}),
+        ("prompt, completion, *, level", {"completion": ["4", "6"], "prompt": PROMPTS, "level": [1, 2]}),
+        ("completion, level=3, other=4", {"completion": ["4", "6"], "level": [1, 2], "other": [4, 4]}),
+        ("completion, **kwargs", {"completion": ["4", "6"], "kwargs": [row.row for row in ROWS]}),
+        ("*args", {"args": [("4", ["4", "four"]), ("6", ["6"])]}),
+        (
+            "completions, answer, **kwargs",
+            {"completions": SAID, "answer": ANSWERS, "kwargs": {"prompts": PROMPTS, "level": [1, 2]}},
+        ),
+        ("prompts, completions, level", {"completions": SAID, "prompts": PROMPTS, "level": [1, 2]}),
+    ],
+)
+def test_a_reward_gets_the_columns_that_it_asks_for(parameters: str, expected: dict[str, Any]) -> None:
+    calls: list[dict[str, Any]] = []
+    space: dict[str, Any] = {"calls": calls}
+    returned = "[0.5, None]" if "completions" in parameters else "0.5"
+    exec(f"def reward({parameters}):\n    calls.append(dict(locals()))\n    return {returned}", space)
+    rewards = Rewards((RewardComponent("mine", 2.0, space["reward"]),))
+    rewards.check(ROWS)
+    batch = rewards(["4", "6"], ROWS)
+    if "completions" in parameters:
+        assert calls == [expected] and batch.components == {"mine": [0.5, None]} and batch.total == [1.0, 0.0]
+    else:
+        assert calls == [{name: x[i] for name, x in expected.items()} for i in (0, 1)] and batch.total == [1.0, 1.0]
+    assert not batch.failures
+
+
+async def coroutine(completion: str) -> float:
+    return 1.0
+
+
+def without_default(completions: list, completion_ids: list) -> list:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completion, levle: 1.0, "got 'levle', which 2 of 2 rows lack; .* level, prompt (is it 'level'?)"),
+        (lambda completion, *, tests: 1.0, "completion, prompt, answer or another column of each row, got 'tests'"),
+        (without_default, "named completions, prompts, answer or another column of each row, got 'completion_ids'"),
+        (lambda completions, prompt: [], "got 'prompt', which 2 of 2 rows lack"),
+        (lambda: 1.0, "expected a function with a parameter for the completion, such as (completion, answer), got ()"),
+        (lambda answer, level: 1.0, "parameter for the completion, such as (completion, answer), got (answer, level)"),
+        (lambda prompts, answer: [], "parameter for the completion"),
+        (lambda x, y, z, /: 1.0, "parameter for the completion"),
+        (coroutine, "got a coroutine function (async def)"),
+    ],
+)
+def test_a_reward_that_asks_for_something_else_is_refused(function: Callable[..., Any], message: str) -> None:
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    with pytest.raises(InputError, match=f"^reward 'mine': .*{pattern}"):
+        Rewards((RewardComponent("mine", 1.0, function),)).check(ROWS)
+
+
+def test_a_list_of_rewards_fails_as_a_whole_or_by_entry() -> None:
+    for result, failed in [([1.0, float("nan")], [1]), ([1.0], [0, 1]), (3, [0, 1]), (("1", 2), [])]:
+        batch = Rewards((RewardComponent("mine", 1.0, lambda completions, result=result: result),))(["a", "b"], ROWS)
+        assert [failure.completion for failure in batch.failures] == ["ab"[i] for i in failed], result
+        assert [x == 0 for x in batch.total] == [i in failed for i in (0, 1)]
+    slow = RewardComponent("slow", 1.0, lambda completions: time.sleep(0.15) or [1.0, 1.0])
+    assert not Rewards((slow,), timeout=0.1)(["a", "b"], ROWS).failures  # the limit is per completion
+    assert len(Rewards((slow,), timeout=0.05)(["a", "b"], ROWS).failures) == 2
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+def test_a_wrong_signature_is_an_error_before_anything_is_sampled(tmp_path: Path, mode: list[str]) -> None:
+    policy.demo_policy("sort abcdef:").save(tmp_path / "tiny")
+    rows = [{"prompt": f"sort {x}:", "tests": [x]} for x in "abcdef"]
+    data = write_jsonl(tmp_path / "data.jsonl", *rows)
+    (tmp_path / "mine.py").write_text(
+        "def f(completion, test):\n    return 1\ndef g(text, tests):\n    return len(tests)\n"
+    )
+    arguments = ["train", *mode, f"model={tmp_path}/tiny", f"data={data}", f"output={tmp_path}/runs"]
+    result = CliRunner().invoke(app, [*arguments, f"reward={tmp_path}/mine.py:f"])
+    assert result.exit_code == 1 and not (tmp_path / "runs").exists()
+    assert "error: reward 'f': " in result.stderr and "got 'test', which 6 of 6 rows lack" in result.stderr
+    assert "(is it 'tests'?)" in result.stderr
+    without_reward = CliRunner().invoke(app, arguments)
+    assert 'line 1: "answer" is missing, which the default reward needs' in without_reward.stderr
+    assert not CliRunner().invoke(app, [*arguments, "--dry-run", f"reward={tmp_path}/mine.py:g"]).exit_code
 
 
 def test_the_reason_of_a_failure_is_one_line() -> None:
@@ -137,8 +235,9 @@ def test_the_digest_of_a_task_depends_on_prompts_answers_and_their_order() -> No
         replace(task, train=[replace(first, answer="?"), second, *others]),
         replace(task, train=others, held_out=[first, second, *task.held_out]),
         replace(task, train=[replace(first, prompt=[{"role": "user", "content": first.key}]), second, *others]),
+        replace(task, train=[replace(first, columns={"level": 1}), second, *others]),
     ]
-    assert task.digest == task_by_name("sorting", 8).digest and len({x.digest for x in (task, *changed)}) == 5
+    assert task.digest == task_by_name("sorting", 8).digest and len({x.digest for x in (task, *changed)}) == 6
 
 
 def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from gspo_kernels import validation
+from gspo_kernels.tools.cli import app
 
 PACKAGE = Path(validation.__file__).parent
 ROOT = PACKAGE.parent
@@ -56,6 +59,15 @@ print((time.process_time() - start) / needed, *heavy)
         if float(ratio) < 3:
             return
     raise AssertionError(f"gspo --help takes {ratio} times the processor time of importing typer and rich")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "export", "doctor", "bench", "compare"])
+def test_help_names_no_file_of_the_repository(command: str) -> None:
+    """A wheel has none of these folders."""
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0 and not re.findall(
+        r"\b(?:docs|examples|tests|integrations|benchmarks)/\S*", result.output
+    )
 
 
 # Loads a second copy as the `kernels` package does, and compares results and gradients of both copies.

@@ -1,0 +1,269 @@
+"""`gspo eval`: reward the answers of a run's model, or of any model, greedy and sampled, with pass@k."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..tasks import Example, RewardBatch, RewardComponent, Rewards, Task, answer_found, nearest, task_by_name
+from ..tasks.rewards import joined
+from .checkpoints import replacing
+from .config import InputError, TrainConfig
+from .config_file import TYPES, convert, key_values, train_config
+from .data import Reward, components_of, load_reward, read_examples
+from .held_out import Estimate, check_failures, collect, columns, estimate, pass_at_k, rewards_by_prompt
+from .loading import load_policy, pick_device, set_seed
+from .policy import Policy
+from .report import HELD_OUT, model_of_run
+from .resuming import read_run
+from .sampling import fitting
+
+# Options of `gspo train` that apply to an evaluation. That of a run begins with the run's values.
+SHARED = ("task", "data", "reward", "reward_timeout", "eval_prompts", "max_prompt_tokens", "max_new_tokens")
+SHARED += ("temperature", "precision", "device", "threads")
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `gspo eval` that `gspo train` does not have."""
+
+    n: int = 8  # sampled answers per prompt; 0: greedy answers only
+    k: tuple[int, ...] | None = None  # of pass@k; None: powers of 2 up to n
+    passing: float = 1.0  # an answer passes if its reward is at least this
+    seed: int | None = None  # of the random numbers, and of a run's model; None: the run's first seed, or 0
+    batch_size: int = 128  # answers that are generated together
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("n", 0), ("batch_size", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise InputError(f"{name}: expected a number >= {lowest}, got {value}")
+        if self.k is not None and not all(1 <= k <= self.n for k in self.k):
+            raise InputError(f"k: expected numbers from 1 to n={self.n}, got {list(self.k)}")
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The values of k, in increasing order."""
+        powers = (2**i for i in range(self.n.bit_length()))
+        return tuple(powers) if self.k is None else tuple(sorted({*self.k}))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` runs: a model, the task with the prompts as `held_out`, and options."""
+
+    config: TrainConfig
+    options: EvalOptions
+    task: Task
+    prompts: str  # where the prompts come from
+
+    @property
+    def seed(self) -> int:
+        return self.options.seed or 0
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """The rewards of a model, by reward ("total", then components if there are several) and measure.
+
+    The measures are "greedy", and if there are samples "sampled" (their mean), "pass@1" and so on.
+    """
+
+    model: str
+    prompts: int
+    source: str  # of the prompts
+    samples: int  # per prompt
+    passing: float
+    rewards: dict[str, dict[str, Estimate | None]]  # None: the reward applies to no prompt
+    answers: list[dict[str, Any]]  # all answers with their rewards
+
+    def table(self) -> Table:
+        """A table with a line per measure and a column per reward."""
+        title = f"{self.prompts} prompts ({self.source}), with 95% bootstrap intervals over the prompts"
+        table = Table("", *self.rewards, title=title)
+        for measure in next(iter(self.rewards.values())):
+            label = f"mean of {self.samples} samples" if measure == "sampled" else measure
+            table.add_row(label, *(str(of[measure] or "-") for of in self.rewards.values()))
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as plain values, for JSON."""
+        names = ("model", "prompts", "source", "samples", "passing")
+        rewards = {name: {key: x and x._asdict() for key, x in of.items()} for name, of in self.rewards.items()}
+        return {**{name: getattr(self, name) for name in names}, "rewards": rewards}
+
+    def write_answers(self, path: Path) -> None:
+        """Write all answers to a jsonl file."""
+        with replacing(path) as partial:
+            partial.write_text("".join(f"{json.dumps(x, default=str)}\n" for x in self.answers), encoding="utf-8")
+
+
+def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | None = None) -> Evaluation:
+    """Prepare the evaluation of a run's model, with the run's prompts and rewards, or of another model.
+
+    Args:
+        source: the folder of a run, or a folder or hub id of a model or adapter.
+        texts: options as key=value.
+        reward: instead of the option `reward`.
+
+    Raises:
+        InputError: an option, the run, the prompts or a reward cannot be used.
+    """
+    given = key_values(texts)
+    types = {f.name: str(f.type) for f in fields(EvalOptions)} | {name: TYPES[name] for name in SHARED}
+    for name in given:
+        if name not in types:
+            known = f"the options are {', '.join(sorted(types))}"
+            raise InputError(f"{name}: there is no such option of gspo eval{nearest(name, types)}; {known}")
+    own = {name: convert(name, types[name], x) for name, x in given.items() if name not in SHARED and x is not None}
+    options = EvalOptions(**own)
+    shared = {name: x for name, x in given.items() if name in SHARED}
+    components = components_of(reward) if reward is not None else ()
+    folder = Path(source)
+    if (folder / "metrics.jsonl").is_file():
+        return evaluation_of_run(folder, shared, options, components)
+    config = train_config(**shared, model=source)
+    components = components or tuple(map(load_reward, config.reward))
+    if config.data is not None:
+        task, prompts = task_of_file("data", config.data, config, components)
+    elif config.task:
+        task = task_by_name(config.task, config.eval_prompts, components)
+        prompts = f"{config.task}: {task.split}"
+    else:
+        raise InputError(f"data: expected data=FILE or task=NAME with the prompts to evaluate {source} on, got neither")
+    return checked(Evaluation(config, options, task, prompts))
+
+
+def evaluation_of_run(
+    folder: Path, given: dict[str, Any], options: EvalOptions, components: tuple[RewardComponent, ...]
+) -> Evaluation:
+    """Prepare the evaluation of a run's model. Without `data`, the prompts are the run's held-out prompts."""
+    then, record = read_run(folder)
+    options = replace(options, seed=then["seeds"][0] if options.seed is None else options.seed)
+    model = model_of_run(folder, then["seeds"], options.seed)
+    shared = {name: then[name] for name in SHARED if name in then and name not in ("data", "eval_prompts")}
+    shared |= {"task": ""} if "data" in given else {}
+    config = train_config(**{**shared, **given, "model": model})
+    from_python = record.get("from_python", [])
+    if from_python and not components and "reward" not in given:
+        raise InputError(
+            f"reward: expected reward=file.py:function, because {folder} was started with "
+            f"{' and '.join(f'{x}=' for x in from_python)} from Python, got none"
+        )
+    components = components or tuple(map(load_reward, config.reward))
+    path = config.data or folder / HELD_OUT
+    if "task" not in given:
+        return checked(Evaluation(config, options, *task_of_file("data", path, config, components)))
+    task = task_by_name(config.task, config.eval_prompts, components)
+    return checked(Evaluation(config, options, task, f"{config.task}: {task.split}"))
+
+
+def task_of_file(
+    option: str, path: Path, config: TrainConfig, components: tuple[RewardComponent, ...]
+) -> tuple[Task, str]:
+    """Make a task whose held-out prompts are all prompts of a file. Also return what to call them."""
+    named = task_by_name(config.task, config.eval_prompts, components) if config.task else None
+    examples = read_examples(option, path, needs_answer=not components and named is None)
+    if not examples:
+        raise InputError(f"{option} {path}: expected at least 1 prompt, got 0")
+    if named is not None:
+        return replace(named, train=(), held_out=examples), str(path)
+    default = (RewardComponent("answer_found", 1.0, answer_found),)
+    return Task(path.stem, (), examples, Rewards(components or default)), str(path)
+
+
+def checked(evaluation: Evaluation) -> Evaluation:
+    """Check that the prompts have the columns that the rewards ask for. Set the time limit of rewards."""
+    task = evaluation.task
+    task.rewards.check(task.held_out)
+    rewards = replace(task.rewards, timeout=evaluation.config.reward_timeout)
+    return replace(evaluation, task=replace(task, train=(), rewards=rewards))
+
+
+def evaluate(
+    evaluation: Evaluation, say: Callable[[str], None] = print, tick: Callable[[int, int], None] | None = None
+) -> EvalReport:
+    """Sample and reward the answers of a model.
+
+    Args:
+        say: prints a line about prompts that are left out and reward calls that fail.
+        tick: called with the numbers of finished answers and of all answers.
+
+    Raises:
+        InputError: the model cannot be loaded, or the prompts do not fit it.
+        TrainingError: every call of a reward function failed.
+    """
+    config, options = evaluation.config, evaluation.options
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    set_seed(evaluation.seed)
+    policy = load_policy(str(config.model), config)
+    policy.model.to(pick_device(config.device))
+    task, left_out = fitting(config, policy, evaluation.task)
+    if left_out:
+        say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
+    count = len(task.held_out)
+    done = 0
+    answers: list[dict[str, Any]] = []
+    measures: dict[str, dict[str, Estimate | None]] = {}
+    for kind, n in (("greedy", 0), *([("sampled", options.n)] if options.n else [])):
+        parts = []
+        for sampled, rewards in batches_of(evaluation, policy, task, n):
+            answers += [line_of(kind, *pair) for pair in zip(sampled, entries(rewards), strict=True)]
+            parts.append(rewards)
+            done += len(sampled)
+            if tick is not None:
+                tick(done, count * (1 + options.n))
+        together = joined(parts)
+        check_failures(together, f"the {kind} answers", say)
+        for suffix, values in columns(rewards_by_prompt(together)).items():
+            of_reward = measures.setdefault(suffix.removeprefix("/") or "total", {})
+            of_reward |= of_samples(values, options) if n else {"greedy": estimate(values)}
+    return EvalReport(str(config.model), count, evaluation.prompts, options.n, options.passing, measures, answers)
+
+
+def batches_of(evaluation: Evaluation, policy: Policy, task: Task, n: int) -> Iterator[tuple[list[Any], RewardBatch]]:
+    """Sample answers in batches, `n` per prompt; 0: one greedy answer. An answer does not depend on the batch size."""
+    config, options = evaluation.config, evaluation.options
+    examples: Sequence[Example] = task.held_out
+    size = max(1, options.batch_size // max(1, n))
+    for start in range(0, len(examples), size):
+        part = examples[start : start + size]
+        sampling: dict[str, Any] = {"group_size": n or 1, "temperature": config.temperature if n else None}
+        if n:
+            sampling["seeds"] = [(evaluation.seed, 0, start + i) for i in range(len(part))]
+        yield collect(config, policy, task, part, max_new_tokens=config.max_new_tokens, **sampling)
+
+
+def entries(rewards: RewardBatch) -> Iterator[dict[str, Any]]:
+    """For each completion, its reward (None: no component applies) and its components."""
+    for i, total in enumerate(rewards.total):
+        components = {name: values[i] for name, values in rewards.components.items()}
+        yield {"reward": total if rewards.scored[i] else None, "components": components}
+
+
+def line_of(kind: str, answer: Any, rewards: dict[str, Any]) -> dict[str, Any]:
+    example = answer.example
+    return {"kind": kind, "prompt": example.prompt, "answer": example.answer, "completion": answer.text, **rewards}
+
+
+def of_samples(values: Sequence[float | None], options: EvalOptions) -> dict[str, Estimate | None]:
+    """The mean of sampled answers, and pass@k. Prompts with fewer than k answers that have the reward do not count.
+
+    Args:
+        values: the rewards of n answers to the first prompt, then to the second, and so on.
+    """
+    by_prompt = [values[at : at + options.n] for at in range(0, len(values), options.n)]
+    known = [[x for x in of_prompt if x is not None] for of_prompt in by_prompt]
+    measures = {"sampled": estimate([fmean(x) if x else None for x in known])}
+    for k in options.ks:
+        passed = [(sum(x >= options.passing for x in of_prompt), len(of_prompt)) for of_prompt in known]
+        measures[f"pass@{k}"] = estimate([pass_at_k(c, n, k) if n >= k else None for c, n in passed])
+    return measures

@@ -1,0 +1,138 @@
+"""`gspo eval`: a run's model on its held-out prompts, other models and prompts, pass@k, refused arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from helpers.reference_runs import rows_of, small, write_jsonl
+from typer.testing import CliRunner
+
+from gspo_kernels.integrations.reference_trainer import evaluate, read_evaluation, train
+from gspo_kernels.tools.cli import app
+
+REWARDS = """
+def length(completion):
+    return float(len(completion))
+
+def long(completions, answer):
+    return [None if len(expected) == 4 else len(text) >= 7 for text, expected in zip(completions, answer)]
+
+def of_level(completion, level):
+    return level
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on the sorting task with two rewards."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "rewards.py").write_text(REWARDS)
+    reward = (f"{folder}/rewards.py:length", f"0.5*{folder}/rewards.py:long")
+    return train(small(folder, seeds=(3, 4), steps=1, eval_prompts=12, reward=reward, save=True)).folder
+
+
+def gspo_eval(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_run_is_evaluated_as_its_last_evaluation_was(run: Path, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    for seed, options in ((3, []), (4, ["seed=4"])):
+        last = [row for row in rows_of(run) if row["seed"] == seed][-1]
+        report = gspo_eval(run, "n=4", "batch_size=5", *options, *(["--answers", answers] if seed == 3 else []))
+        assert (report["prompts"], report["samples"], list(report["rewards"])) == (12, 4, ["total", "length", "long"])
+        for name, measures in report["rewards"].items():
+            suffix = "" if name == "total" else f"/{name}"
+            shown = [last[f"eval_reward{part}{suffix}"] for part in ("", "_low", "_high")]
+            assert list(measures["greedy"].values()) == pytest.approx(shown)
+            assert list(measures) == ["greedy", "sampled", "pass@1", "pass@2", "pass@4"]
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["greedy"] * 12 + ["sampled"] * 48
+    written = [json.loads(line)["prompt"] for line in (run / "held_out.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines[12:]] == [prompt for prompt in written for _ in range(4)]
+    report = gspo_eval(run, "n=4", "passing=7")
+    lengths = [line["components"]["length"] for line in lines[12:]]
+    assert report["rewards"]["length"]["sampled"]["mean"] == pytest.approx(fmean(lengths))  # in batches of another size
+    by_prompt = [lengths[i : i + 4] for i in range(0, 48, 4)]
+    assert report["rewards"]["length"]["pass@4"]["mean"] == fmean(max(x) >= 7 for x in by_prompt)
+    assert report["rewards"]["length"]["pass@1"]["mean"] == pytest.approx(fmean(x >= 7 for x in lengths))
+    applies = [line["components"]["long"] for line in lines[12:] if line["components"]["long"] is not None]
+    assert 0 < len(applies) < 48 and report["rewards"]["long"]["sampled"]["mean"] == pytest.approx(fmean(applies))
+
+
+def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"sort {x}:", "answer": x, "level": i} for i, x in enumerate("abcd")]
+    data = write_jsonl(tmp_path / "data.jsonl", *rows)
+    reward = f"reward={run.parent}/rewards.py:of_level"
+    for source in (run, run / "model-seed3"):
+        report = gspo_eval(source, f"data={data}", reward, "n=0", "max_new_tokens=3")
+        assert report["rewards"] == {
+            "total": {"greedy": pytest.approx({"mean": 1.5, "low": 0.5, "high": 2.5}, abs=0.26)}
+        }
+    report = gspo_eval(run / "model-seed3", "task=sorting", "eval_prompts=5", "n=1", "max_new_tokens=7", "k=1")
+    assert report["prompts"] == 5 and list(report["rewards"]["total"]) == ["greedy", "sampled", "pass@1"]
+
+
+def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
+    def short(completion: str) -> float:
+        return float(len(completion) < 9)
+
+    folder = train(small(tmp_path, steps=1, save=True), reward=short).folder
+    result = CliRunner().invoke(app, ["eval", str(folder)])
+    assert result.exit_code == 1 and "was started with reward= from Python, got none" in result.stderr
+    report = evaluate(read_evaluation(str(folder), ["n=0"], reward=short))
+    assert report.rewards["total"]["greedy"].mean == pytest.approx(rows_of(folder)[-1]["eval_reward"])
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (
+            "{run}",
+            "learning_rate=1",
+            "learning_rate: there is no such option of gspo eval; the options are ",
+        ),
+        ("{run}", "max_new_token=1", "(is it 'max_new_tokens'?)"),
+        ("{run}", "--n 4", "expected key=value"),
+        ("{run}", "n=-1", "n: expected a number >= 0, got -1"),
+        ("{run}", "n=2 k=1,3", "k: expected numbers from 1 to n=2, got [1, 3]"),
+        ("{run}", "seed=0", "seed: expected one of {run}'s seeds [3, 4], got 0"),
+        ("{run}", "data=no.jsonl", "data no.jsonl: expected a jsonl file, got no file"),
+        ("{run}", "data={empty}", "expected at least 1 prompt, got 0"),
+        ("{run}", "data={run}/held_out.jsonl reward={rewards}:of_level", "got 'level', which 12 of 12 rows lack"),
+        (
+            "{run}",
+            "--answers {run}/metrics.jsonl",
+            "--answers: expected a file that does not exist yet, got {run}",
+        ),
+        (
+            "{run}/model-seed3",
+            "",
+            "data: expected data=FILE or task=NAME with the prompts to evaluate {run}",
+        ),
+        ("nowhere", "task=sorting", "model nowhere: there is no such folder"),
+    ],
+)
+def test_wrong_arguments_print_one_line(run: Path, tmp_path: Path, source: str, options: str, message: str) -> None:
+    (tmp_path / "empty").touch()
+    names = {"run": run, "empty": tmp_path / "empty", "rewards": run.parent / "rewards.py"}
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    result = CliRunner().invoke(app, ["eval", source.format(**names), *options.format(**names).split()])
+    assert result.exit_code == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert message.format(**names) in result.stderr
+    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
+
+
+def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
+    folder = train(small(tmp_path, steps=2, checkpoint_every=1)).folder
+    result = CliRunner().invoke(app, ["eval", str(folder)])
+    command = f"gspo train --resume {folder} save=true steps=2"
+    assert result.exit_code == 1 and "expected the model model-seed0" in result.stderr and command in result.stderr
+    assert CliRunner().invoke(app, command.split()[1:]).exit_code == 0
+    assert CliRunner().invoke(app, ["eval", str(folder), "n=0"]).exit_code == 0

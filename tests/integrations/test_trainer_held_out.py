@@ -1,0 +1,209 @@
+"""Held-out rewards: intervals, paired differences, verdicts, files of prompts, pass@k."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
+
+from gspo_kernels.integrations.reference_trainer import InputError, policy, read_config, train, train_config
+from gspo_kernels.integrations.reference_trainer.held_out import (
+    Estimate,
+    difference,
+    estimate,
+    held_out_results,
+    pass_at_k,
+    sentence,
+    verdict,
+)
+from gspo_kernels.integrations.tasks import RewardComponent
+
+# Intervals and verdicts
+
+
+def known(of: Estimate | None) -> Estimate:
+    assert of is not None
+    return of
+
+
+def test_the_interval_is_that_of_all_resamples() -> None:
+    """Of four prompts, all 256 resamples can be listed."""
+    values = [0.0, 1.0, 1.0, 5.0]
+    means = [fmean(x) for x in itertools.product(values, repeat=4)]
+    mean, low, high = known(estimate(values))
+    assert mean == fmean(values)
+    assert (low, high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.26)  # a quarter between means
+    assert estimate([None, *values, None]) == estimate(values) and estimate([None]) is None
+
+
+def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    intervals = [known(estimate(list(generator.random(50) < 0.3))) for _ in range(300)]
+    assert 0.90 < fmean(x.low <= 0.3 <= x.high for x in intervals) < 0.99
+
+
+def test_a_difference_is_paired() -> None:
+    """Prompts differ much more than their rewards change, so intervals of the two means overlap."""
+    start = [float(i) for i in range(20)]
+    now = [x + 0.1 + 0.01 * (i % 3) for i, x in enumerate(start)]
+    change = known(difference(now, start))
+    assert known(estimate(now)).low < known(estimate(start)).high and verdict(change, 20) == "better"
+    assert change.mean == pytest.approx(0.1095)
+    assert verdict(known(difference(start, now)), 20) == "worse"
+    assert difference([1.0, None, 3.0], [0.0, 0.0, None]) == Estimate(1.0, 1.0, 1.0)
+
+
+def test_a_verdict_needs_an_interval_without_0_and_enough_prompts() -> None:
+    for change, prompts, expected in [
+        (Estimate(0.1, 0.01, 0.2), 10, "better"),
+        (Estimate(0.1, 0.0, 0.2), 1000, "not decided"),
+        (Estimate(-0.1, -0.2, -0.01), 10, "worse"),
+        (Estimate(1.0, 1.0, 1.0), 9, "not decided"),
+    ]:
+        assert verdict(change, prompts) == expected
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer() -> None:
+    answers = [1, 0, 0, 1, 0, 0]
+    for k in range(1, 7):
+        subsets = list(itertools.combinations(answers, k))
+        assert pass_at_k(2, 6, k) == pytest.approx(fmean(any(subset) for subset in subsets))
+    assert (pass_at_k(0, 6, 1), pass_at_k(6, 6, 6)) == (0.0, 1.0)
+
+
+def test_a_component_that_falls_is_named_although_the_total_rises() -> None:
+    """A format bonus must not hide that fewer answers are right."""
+
+    def row(right: float, form: float, changes: dict[str, Estimate]) -> dict[str, Any]:
+        named = {"": right + form, "/right": right, "/form": form}
+        metrics = {f"eval_reward{part}{name}": x for name, x in named.items() for part in ("", "_low", "_high")}
+        for suffix, change in changes.items():
+            metrics |= {f"eval_change{part}{suffix}": x for part, x in zip(("", "_low", "_high"), change, strict=True)}
+        return {"eval_prompts": 40, "clip_fraction": 0.1, "seconds": 1.0, "groups_without_signal": 0.0} | metrics
+
+    changes = {"": Estimate(0.3, 0.2, 0.4), "/right": Estimate(-0.2, -0.3, -0.1), "/form": Estimate(0.5, 0.4, 0.6)}
+    results = held_out_results([row(0.3, 0.1, {}), row(0.1, 0.6, changes)])
+    assert [(x.name, x.verdict) for x in results] == [
+        ("total", "better"),
+        ("right", "worse"),
+        ("form", "better"),
+    ]
+    assert sentence(results) == (
+        "better: the held-out reward went from 0.400 to 0.700, a change of +0.300 (95% interval +0.200 to "
+        "+0.400, 40 prompts). Worse: right"
+    )
+
+
+# Runs
+
+
+def length(completion: str, answer: str) -> float:
+    return float(len(completion))
+
+
+def brief(completion: str, answer: str) -> float | None:
+    return None if len(answer) == 4 else float(len(completion) < 7)
+
+
+REWARDS = [RewardComponent("length", 1.0, length), RewardComponent("brief", 2.0, brief)]
+
+
+def test_a_run_writes_each_held_out_reward_with_its_interval_and_change(tmp_path: Path) -> None:
+    report = train(small(tmp_path, eval_prompts=12, learning_rate=0.1), reward=REWARDS)
+    first, *_, last = rows_of(report.folder)
+    assert "eval_change" not in first and "eval_rewards" not in rows_of(report.folder)[1]
+    for row in (first, last):
+        by_prompt = row["eval_rewards"]
+        lengths, briefs = by_prompt["components"]["length"], by_prompt["components"]["brief"]
+        assert row["eval_prompts"] == len(lengths) == 12 and {None} < set(briefs)
+        assert by_prompt["total"] == [x + 2 * (y or 0.0) for x, y in zip(lengths, briefs, strict=True)]
+        for suffix, values in {"": by_prompt["total"], "/length": lengths, "/brief": briefs}.items():
+            shown = [row[f"eval_reward{part}{suffix}"] for part in ("", "_low", "_high")]
+            assert shown == pytest.approx(list(known(estimate(values)))), suffix
+    changes = known(difference(last["eval_rewards"]["total"], first["eval_rewards"]["total"]))
+    assert [last[f"eval_change{part}"] for part in ("", "_low", "_high")] == list(changes) and changes.mean != 0
+    (result,) = report.results
+    assert [(x.name, x.prompts) for x in result.held_out] == [("total", 12), ("length", 12), ("brief", 12)]
+    assert result.held_out[0].change == changes
+
+
+def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: Path) -> None:
+    policy.demo_policy("sort abcdef:").save(tmp_path / "tiny")
+    data = write_jsonl(tmp_path / "train.jsonl", *({"prompt": f"sort {x}:", "answer": x} for x in "abc"))
+    held_out = [{"prompt": f"sort {x}:", "answer": x, "level": 2} for x in "def"]
+    paths = {"data": data, "eval_data": write_jsonl(tmp_path / "eval.jsonl", *held_out)}
+    sizes = {**SMALL, "eval_prompts": None, "steps": 1, "max_new_tokens": 2, "output": tmp_path}
+    report = train(train_config(model=tmp_path / "tiny", name="mine", **paths, **sizes))
+    written = [json.loads(line) for line in (report.folder / "held_out.jsonl").read_text().splitlines()]
+    assert written == held_out and rows_of(report.folder)[0]["eval_prompts"] == 3
+    record = json.loads((report.folder / "config.json").read_text())["started_with"]
+    assert record["held_out"] == f"all 3 prompts of {tmp_path}/eval.jsonl"
+    assert "At least 10 prompts are needed to decide" in report.summary()[0]
+    write_jsonl(paths["eval_data"], *held_out[:2])
+    with pytest.raises(InputError, match=r"data: expected the prompts and answers of .* in their order"):
+        train(read_config(resume=report.folder))
+    shared = write_jsonl(tmp_path / "shared.jsonl", *held_out, {"prompt": "sort b:", "answer": "b"})
+    empty = write_jsonl(tmp_path / "empty.jsonl", "")
+    for options, message in [
+        ({"eval_data": shared}, "expected prompts that are not in data .*, got 1 that are, such as 'sort b:'"),
+        ({"eval_data": empty}, "eval_data .*empty.jsonl: expected at least 1 prompt, got 0"),
+        ({"data": empty}, "data .*empty.jsonl: expected at least 1 prompt, got 0"),
+        ({"eval_data": tmp_path / "no"}, "eval_data .*no: expected a jsonl file, got no file"),
+        ({"eval_prompts": 2}, "eval_prompts: expected no value with eval_data, which is used entirely, got 2"),
+        ({"data": None}, "eval_data: expected none without data=FILE to train on"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            train(train_config(model=tmp_path / "tiny", name="other", **{**sizes, **paths, **options}))
+    assert not (tmp_path / "other").exists()
+
+
+def test_after_a_resume_with_other_rewards_start_and_end_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train(small(tmp_path), reward=REWARDS).folder
+    others = [REWARDS[0]._replace(weight=3.0), REWARDS[1]]
+    report = train(read_config(texts=["steps=4"], resume=folder), reward=others)
+    assert "eval_change" not in rows_of(folder)[-1] and "not compared with those of step 0" in capsys.readouterr().out
+    assert sentence(report.results[0].held_out) == "not comparable: the rewards changed during the run"
+    with pytest.raises(InputError, match=r"max_prompt_tokens: expected a limit that leaves 8 .*, got 9, which leaves"):
+        train(read_config(texts=["steps=5", "max_prompt_tokens=9"], resume=folder), reward=others)
+
+
+def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:
+    whole = train(small(tmp_path / "whole", steps=4), reward=REWARDS)
+    train(small(tmp_path, steps=2, checkpoint_every=2), reward=REWARDS)
+    resumed = train(small(tmp_path, steps=4, resume=True), reward=REWARDS)
+    assert resumed.results[0].held_out == whole.results[0].held_out
+
+
+def test_the_legend_of_the_curves_is_outside_the_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *args, **kwargs: (figures.append(self), save(self, *args, **kwargs))
+    )
+    train(small(tmp_path, seeds=(0, 1)), reward=REWARDS)
+    (legend,) = figures[-1].legends
+    box = legend.get_window_extent()
+    panels = [axes for axes in figures[-1].axes if axes.get_visible()]
+    titles = ["Reward", "Reward: length", "Reward: brief", "Share of answers clipped", "Entropy per token, nats"]
+    assert [axes.get_title(loc="left") for axes in panels] == titles
+    assert [text.get_text() for text in legend.get_texts()] == ["seed 0", "seed 1"]
+    assert not any(box.overlaps(axes.get_window_extent()) for axes in panels)
+    styles = [line.get_linestyle() for line in panels[0].lines]
+    assert styles.count("--") == 2  # the smoothed rewards of training
+
+
+def test_the_table_has_a_line_for_each_reward(tmp_path: Path) -> None:
+    report = train(small(tmp_path), reward=REWARDS)
+    table = report.table()
+    assert "8 prompts" in str(table.title) and [*table.columns[1].cells] == ["total", "length", "brief"]
+    assert all(re.fullmatch(r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", x) for x in map(str, table.columns[3].cells))

@@ -6,8 +6,8 @@ docs/trainer.md follows one rollout through this file and `update.py`, with the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -25,9 +25,9 @@ from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
 from .loading import pick_device, policy_of_seed, set_seed
-from .measures import numbers_of_step
+from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
-from .policy import PRINTABLE
+from .policy import PRINTABLE, Policy
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
@@ -77,8 +77,154 @@ def train(config: TrainConfig, task: Task | None = None, reward: Reward | None =
         return RunReport(results, folder.path, *folder.plot())
 
 
-class Training:
-    """The training of one seed."""
+@dataclass(frozen=True)
+class Prepared:
+    """A sampled rollout with everything that its updates need."""
+
+    step: int  # from 1
+    rollout: Rollout
+    rewards: RewardBatch
+    epochs: list[list[Tensor]]  # for each epoch the row numbers of each mini-batch
+    running: RunningMoments  # of the rewards, with those of this rollout
+    batch: Batch
+
+
+class Learner:
+    """Samples, updates and evaluates the policy of one seed. Writes no files."""
+
+    def __init__(
+        self, config: TrainConfig, seed: int, task: Task, policy: Policy, say: Callable[[str], object]
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.policy = policy
+        self.say = say
+        self.task, left_out = fitting(config, policy, task)
+        if left_out:
+            say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
+        self.skipping = skipping(config, policy)
+        self.optimizer = Optimizer(policy, config)
+        self.running = RunningMoments()
+
+    def seed_generators(self, step: int) -> None:
+        """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
+        set_seed(hash((self.seed, step, distributed.rank())) % 2**32)
+
+    def prepare(self, step: int, examples: list[Example]) -> Prepared:
+        """Sample the rollout of a step. Compute its rewards, advantages and old log-probs."""
+        config = self.config
+        self.seed_generators(step)
+        # Random numbers and padding are the same for every number of processes, and so are the answers.
+        seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
+        width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
+        sampling = (config.group_size, config.temperature, config.new_tokens_at(step), seeds, width)
+        with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
+            answers, rewards = self.collect(distributed.share(examples), *sampling)
+        rollout = padded(self.policy, distributed.gather_lists(answers))
+        rewards = joined(distributed.gather(rewards))
+        self.report_failures(rewards, f"step {step}", allowed=False)
+        epochs = mini_batches(config, self.seed, step)
+        running = replace(self.running)  # if a signal comes before the updates, the last step's moments are saved
+        batch = self.batch_of(rollout, rewards, epochs[0], running)
+        return Prepared(step, rollout, rewards, epochs, running, batch)
+
+    def batch_of(
+        self, rollout: Rollout, rewards: RewardBatch, first_epoch: list[Tensor], running: RunningMoments
+    ) -> Batch:
+        """Compute advantages and old log-probs. Update the running moments of the rewards."""
+        config = self.config
+        if not self.skipping.is_on:
+            batch = with_log_probs(config, self.policy, rollout, first_epoch)
+            return replace(batch, advantages=advantages_of(config, batch, rewards, running))
+        # Advantages come first, because they decide which answers run. They do not depend on log-probs here.
+        advantages = advantages_of(config, Batch(rollout, rollout.log_probs, None), rewards, running)
+        live, reuses_first = live_rows(advantages, rollout.answer_mask), self.skipping.reuses_first
+        batch = with_log_probs(config, self.policy, rollout, first_epoch, live, reuses_first)
+        return replace(batch, advantages=advantages)
+
+    def learn(self, prepared: Prepared) -> tuple[Row, list[Update]]:
+        """Take the updates of a rollout. Return the metrics of the step, and those of each update.
+
+        Raises:
+            NotFiniteError: the loss or the gradient of an update is not finite.
+        """
+        config, step, rewards, batch = self.config, prepared.step, prepared.rewards, prepared.batch
+        self.running = prepared.running
+        parts = [rows for epoch in prepared.epochs for rows in epoch]
+        measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
+        probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
+        updates, noise = [], {}
+        for i, rows in enumerate(parts):
+            if probe and i == len(parts) - 1:
+                noise = probe.measure()
+            is_first = self.skipping.reuses_first and i == 0
+            updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
+        row = {
+            "step": step,
+            **rewards.metrics(config.group_size),
+            "truncated": prepared.rollout.truncated.float().mean().item(),
+            **numbers_of_step(updates),
+            "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
+            **noise,
+            "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
+            "answer_tokens": int(prepared.rollout.answer_mask.sum()) / config.rollout_size,
+            "max_new_tokens": config.new_tokens_at(step),
+        }
+        return row, updates
+
+    def collect(
+        self,
+        examples: Sequence[Example],
+        group_size: int,
+        temperature: float | None,
+        max_new_tokens: int,
+        seeds: Sequence[Sequence[int]] | None = None,
+        width: int = 0,
+    ) -> tuple[list[Dialogue], RewardBatch]:
+        """Sample `group_size` answers per prompt and compute their rewards. Takes the arguments of `converse`."""
+        options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
+        options |= {"seeds": seeds, "width": width}
+        with autocast(self.config, self.policy):
+            answers = converse(self.policy, examples, temperature=temperature, **options)
+        texts = [x.text for x in answers]
+        turns = [x.turns for x in answers]
+        return answers, self.task.rewards(texts, [x.example for x in answers], turns)
+
+    def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
+        """Print one of the failed calls. Raise a TrainingError if all calls of a component failed, unless `allowed`.
+
+        `rewards` come from all processes, so that all processes raise it.
+        """
+        for failure in [] if allowed else rewards.all_failed:
+            calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
+            raise TrainingError(f"{calls} failed in {when}. One of them: {failure}")
+        for failure in rewards.failures[:1]:
+            self.say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
+
+    def evaluate(self, step: int) -> tuple[float, list[Row]]:
+        """Compute the mean reward of greedy answers to held-out prompts. Also return this process's first answers."""
+        config = self.config
+        held_out = distributed.share(self.task.held_out)
+        rewards = [self.task.rewards([], [])]  # a process may have no prompts
+        samples: list[Row] = []
+        size = config.rollout_size // distributed.world()
+        with distributed.gathered(self.policy):  # once, because processes may have different numbers of batches
+            for start in range(0, len(held_out), size):
+                answers, scored = self.collect(held_out[start : start + size], 1, None, config.max_new_tokens)
+                rewards.append(scored)
+                for i, answer in enumerate(answers[: config.samples - len(samples)]):
+                    components = {name: values[i] for name, values in scored.components.items()}
+                    sample = {**vars(answer.example), "completion": answer.text}
+                    reward = scored.total[i] if scored.scored[i] else None
+                    samples.append({**sample, "reward": reward, "components": components})
+        together = joined(distributed.gather(joined(rewards)))
+        when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
+        self.report_failures(together, when, allowed=step > 0)
+        return together.mean, samples
+
+
+class Training(Learner):
+    """The training of one seed, with its files."""
 
     def __init__(
         self,
@@ -90,18 +236,11 @@ class Training:
         progress: TrainingProgress,
         stop: StopSignals,
     ) -> None:
-        self.config = config
-        self.seed = seed
+        policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
+        super().__init__(config, seed, task, policy, progress.say)
         self.folder = folder
         self.progress = progress
         self.stop = stop
-        self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
-        self.task, left_out = fitting(config, self.policy, task)
-        if left_out:
-            progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
-        self.skipping = skipping(config, self.policy)
-        self.optimizer = Optimizer(self.policy, config)
-        self.running = RunningMoments()
         self.step = 0  # rollouts that have been trained on
         self.rows: list[Row] = []
         self.updating = False  # between the first update of a step and the step's end
@@ -127,10 +266,6 @@ class Training:
                 self.say_how_to_continue()
             raise
         return SeedResult.from_rows(self.seed, self.rows)
-
-    def seed_generators(self, step: int) -> None:
-        """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
-        set_seed(hash((self.seed, step, distributed.rank())) % 2**32)
 
     def begin(self) -> None:
         """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""
@@ -178,50 +313,17 @@ class Training:
     def train_step(self, examples: list[Example]) -> None:
         """Sample one rollout, train on it, and write the step's metrics."""
         config = self.config
-        step = self.step + 1
         started = time.perf_counter()
-        self.seed_generators(step)
-        limit = config.new_tokens_at(step)
-        # Random numbers and padding are the same for every number of processes, and so are the answers.
-        seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
-        width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
-        sampling = (config.group_size, config.temperature, limit, seeds, width)
-        with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
-            answers, rewards = self.collect(distributed.share(examples), *sampling)
-        rollout = padded(self.policy, distributed.gather_lists(answers))
-        rewards = joined(distributed.gather(rewards))
-        self.report_failures(rewards, f"step {step}", allowed=False)
-        epochs = mini_batches(config, self.seed, step)
-        running = replace(self.running)  # if a signal comes before the updates, the last step's moments are saved
-        batch = self.batch_of(rollout, rewards, epochs[0], running)
+        prepared = self.prepare(self.step + 1, examples)
+        step = prepared.step
         with self.stop.postponed():
             self.updating = True
-            self.running = running
             try:
-                parts = [rows for epoch in epochs for rows in epoch]
-                measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
-                probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
-                updates, noise = [], {}
-                for i, rows in enumerate(parts):
-                    if probe and i == len(parts) - 1:
-                        noise = probe.measure()
-                    is_first = self.skipping.reuses_first and i == 0
-                    updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
+                row, _ = self.learn(prepared)
             except NotFiniteError as error:
                 raise TrainingError(f"{error}. {self.folder.save_failed(error.batch)}") from error
-            tokens = int(rollout.answer_mask.sum())
-            row = {
-                "step": step,
-                **rewards.metrics(config.group_size),
-                "truncated": rollout.truncated.float().mean().item(),
-                **numbers_of_step(updates),
-                "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
-                **noise,
-                "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
-                "answer_tokens": tokens / config.rollout_size,
-                "max_new_tokens": limit,
-                "tokens_per_second": tokens / (time.perf_counter() - started),
-            }
+            tokens = row["answer_tokens"] * config.rollout_size
+            row["tokens_per_second"] = tokens / (time.perf_counter() - started)
             is_last = step == config.steps
             if step % config.eval_every == 0 or is_last:
                 row["eval_reward"], samples = self.evaluate(step)
@@ -238,76 +340,12 @@ class Training:
         if distributed.world() > 1:
             self.stop.check(any(distributed.gather(self.stop.received is not None)))
 
-    def batch_of(
-        self, rollout: Rollout, rewards: RewardBatch, first_epoch: list[Tensor], running: RunningMoments
-    ) -> Batch:
-        """Compute advantages and old log-probs. Update the running moments of the rewards."""
-        config = self.config
-        if not self.skipping.is_on:
-            batch = with_log_probs(config, self.policy, rollout, first_epoch)
-            return replace(batch, advantages=advantages_of(config, batch, rewards, running))
-        # Advantages come first, because they decide which answers run. They do not depend on log-probs here.
-        advantages = advantages_of(config, Batch(rollout, rollout.log_probs, None), rewards, running)
-        live, reuses_first = live_rows(advantages, rollout.answer_mask), self.skipping.reuses_first
-        batch = with_log_probs(config, self.policy, rollout, first_epoch, live, reuses_first)
-        return replace(batch, advantages=advantages)
-
     def finish_step(self, row: Row) -> None:
         """Write the metrics of a step."""
         self.folder.write(self.seed, row)
         self.rows.append(row)
         if row["step"]:
             self.progress.show(row)
-
-    def collect(
-        self,
-        examples: Sequence[Example],
-        group_size: int,
-        temperature: float | None,
-        max_new_tokens: int,
-        seeds: Sequence[Sequence[int]] | None = None,
-        width: int = 0,
-    ) -> tuple[list[Dialogue], RewardBatch]:
-        """Sample `group_size` answers per prompt and compute their rewards. Takes the arguments of `converse`."""
-        options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
-        options |= {"seeds": seeds, "width": width}
-        with autocast(self.config, self.policy):
-            answers = converse(self.policy, examples, temperature=temperature, **options)
-        texts = [x.text for x in answers]
-        turns = [x.turns for x in answers]
-        return answers, self.task.rewards(texts, [x.example for x in answers], turns)
-
-    def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
-        """Print one of the failed calls. Raise a TrainingError if all calls of a component failed, unless `allowed`.
-
-        `rewards` come from all processes, so that all processes raise it.
-        """
-        for failure in [] if allowed else rewards.all_failed:
-            calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
-            raise TrainingError(f"{calls} failed in {when}. One of them: {failure}")
-        for failure in rewards.failures[:1]:
-            self.progress.say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
-
-    def evaluate(self, step: int) -> tuple[float, list[Row]]:
-        """Compute the mean reward of greedy answers to held-out prompts. Also return this process's first answers."""
-        config = self.config
-        held_out = distributed.share(self.task.held_out)
-        rewards = [self.task.rewards([], [])]  # a process may have no prompts
-        samples: list[Row] = []
-        size = config.rollout_size // distributed.world()
-        with distributed.gathered(self.policy):  # once, because processes may have different numbers of batches
-            for start in range(0, len(held_out), size):
-                answers, scored = self.collect(held_out[start : start + size], 1, None, config.max_new_tokens)
-                rewards.append(scored)
-                for i, answer in enumerate(answers[: config.samples - len(samples)]):
-                    components = {name: values[i] for name, values in scored.components.items()}
-                    sample = {**vars(answer.example), "completion": answer.text}
-                    reward = scored.total[i] if scored.scored[i] else None
-                    samples.append({**sample, "reward": reward, "components": components})
-        together = joined(distributed.gather(joined(rewards)))
-        when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
-        self.report_failures(together, when, allowed=step > 0)
-        return together.mean, samples
 
     def save_stopped(self) -> None:
         """Save a run that was stopped at the end of a step or while sampling."""

@@ -127,13 +127,13 @@ FAULTS: dict[str, Fault] = {
         "trainer_sampling::test_answers_have_the_probabilities_that_the_loss_computes",
     ),
     "all steps have the same random numbers": (
-        "Training.train_step",
+        "Learner.prepare",
         "(self.seed, step, place)",
         "(self.seed, 1, place)",
         "trainer_sampling::test_a_run_names_each_stream_by_seed_step_and_place",
     ),
     "each process numbers its prompts from 0": (
-        "Training.train_step",
+        "Learner.prepare",
         "distributed.share([(self.seed, step, place) for place in range(len(examples))])",
         "[(self.seed, step, place) for place in range(len(distributed.share(examples)))]",
         "trainer_ranks::test_two_processes_train_like_one[ddp]",
@@ -235,7 +235,7 @@ FAULTS: dict[str, Fault] = {
         "trainer_resume::test_a_second_signal_in_the_updates_saves_nothing",
     ),
     "a process that stops alone": (
-        "Training.evaluate",
+        "Learner.evaluate",
         "together = joined(distributed.gather(joined(rewards)))",
         "together = joined(rewards)",
         "trainer_ranks::test_processes_stop_together_if_the_calls_of_all_fail",
@@ -367,7 +367,7 @@ FAULTS: dict[str, Fault] = {
         "integrations/trainer_zero_advantage::test_all_processes_run_equally_many_rows[2-expected1]",
     ),
     "a stopped run saves the moments of the next step": (
-        "Training.train_step",
+        "Learner.prepare",
         "running = replace(self.running)",
         "running = self.running",
         "trainer_resume::test_a_run_that_skips_answers_continues_to_the_bit",

@@ -33,7 +33,7 @@ from gspo_kernels.integrations.tasks import batches
 from .. import measure
 from ..measure import Record
 from ..suites.options import parser_of
-from .compare_report import about
+from .compare_report import about, means
 from .policy import TINY as TINY_POLICY
 from .policy import Size, learn
 
@@ -91,19 +91,13 @@ def run(model: Path, data: Path, seed: int, budget: float, options: Record) -> R
         "held-out reward": held_out,
         "mean": {key: statistics.fmean(values[key]) for key in ("passes", "dropped_gradient_mass")},
         "at the end": {key: at_the_end(values[key]) for key in ("entropy", "reward")},
-        "over training": {key: means(curve) for key, curve in values.items()},
+        "over training": {key: means(curve, PARTS) for key, curve in values.items()},
     }
 
 
 def at_the_end(curve: Sequence[float]) -> float:
     """Mean over the last fifth of the rollouts."""
     return statistics.fmean(curve[-max(1, round(0.2 * len(curve))) :])
-
-
-def means(curve: Sequence[float]) -> list[float]:
-    """Means over `PARTS` consecutive parts of a curve, or the curve itself if it is short."""
-    ends = [round(i * len(curve) / PARTS) for i in range(PARTS + 1)]
-    return [statistics.fmean(curve[a:b]) for a, b in itertools.pairwise(ends) if b > a]
 
 
 def trainings(options: Record, seeds: Sequence[int], model: Path, data: Path) -> dict[str, list[Record]]:

@@ -243,7 +243,7 @@ def drift(results: Results) -> str:
     return f"We see drift in {' and '.join(drifting)}" if drifting else "We see no drift"
 
 
-def budgets(results: Results) -> Texts:
+def budgets(results: Results) -> dict[str, Any]:
     runs = results["runs"]
     apart = results["differences"]
     rows = []
@@ -257,7 +257,16 @@ def budgets(results: Results) -> Texts:
     header = ("", "passes", "mass dropped", "entropy", "reward", "held-out reward")
     widest = {key: max((high - low) / 2 for low, high in (x["95 %"] for x in apart[key].values())) for key in apart}
     missed = {f"{key}_missed": f"{half:.3f}" for key, half in widest.items()}
-    return {"table": table(header, rows), "verdict": drift(results), **missed}
+    settings = results["settings"]
+    updates = settings["steps"] * settings["updates_per_rollout"]
+    before = next(iter(runs.values()))[0]["held-out reward"][0]
+    return {"table": table(header, rows), "verdict": drift(results), "updates": updates, "before": before, **missed}
+
+
+def long(results: Results) -> dict[str, Any]:
+    first = next(iter(results["runs"].values()))[0]
+    shown = {"rate": first["learning rate"], "updates": first["updates"], "warm_up": results["settings"]["warm_up"]}
+    return {"table": table(*compare_report.rows(results)), **shown}
 
 
 def compared(group: Results) -> Results:
@@ -325,9 +334,9 @@ def gpu(results: Results) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Results], dict[str, Any]]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
-    "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu,
+    "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu, "long": long,
     **dict.fromkeys(
-        ("compare", "moe", "rounding", "long"),
+        ("compare", "moe", "rounding"),
         lambda results: {"table": table(*compare_report.rows(results))},
     ),
 }  # fmt: skip  # by suite

@@ -212,7 +212,9 @@ def compare(arms: dict[str, Arm], seeds: Sequence[int], grid: Sequence[TrainConf
             del record["over training"]
         at = {"seed": seed, "learning rate": config.learning_rate, "updates": config.updates_per_rollout}
         runs[name].append({**at, **record})
-    return {"settings": {name: getattr(grid[0], name) for name in SETTINGS}, "study": study, "runs": runs}
+    settings: Record = {name: getattr(grid[0], name) for name in SETTINGS}
+    settings |= {"warm_up": WARM_UP["steps"]} if weights else {}
+    return {"settings": settings, "study": study, "runs": runs}
 
 
 def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Callable[[], object]) -> Record:

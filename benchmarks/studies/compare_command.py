@@ -27,7 +27,7 @@ CLAIMS = {
     "rounding": "Rounding changes rewards",
     "head": "The head's precision changes training",
     "windows": "GSPO clips far more tokens than GRPO",
-    "lengths": "Length normalization keeps the length of answers",
+    "lengths": "Objectives change the length of answers",
 }
 
 
@@ -44,8 +44,8 @@ class Defaults(NamedTuple):
 DEFAULTS = {
     "dense": Defaults(),
     "moe": Defaults(),
-    "rounding": Defaults(steps=15, learning_rates="1.5e-3", updates="4"),
-    "long": Defaults("gspo,grpo,luspo", "long-sorting", 16, "5e-4", "4"),
+    "rounding": Defaults(steps=12, learning_rates="1.5e-3", updates="4"),
+    "long": Defaults("gspo,grpo,luspo", "long-sorting", 14, "5e-4", "4"),
 }
 Option = TypeVar("Option", int, str)
 Number = TypeVar("Number", int, float)

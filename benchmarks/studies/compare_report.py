@@ -129,7 +129,9 @@ def mean_of(runs: Sequence[Results], metric: str, update: int | None = None) -> 
 def label(arm: str) -> str:
     """An arm's name as papers write it."""
     name, plus, addition = arm.partition(" + ")
-    return name.replace("gspo", "GSPO").replace("grpo", "GRPO") + plus + addition
+    for preset in ("gspo", "grpo", "luspo"):
+        name = name.replace(preset, preset.upper())
+    return name + plus + addition
 
 
 def percent(share: float) -> str:
@@ -354,33 +356,31 @@ def matched(runs: Results) -> tuple[str, str]:
     return min(pairs, key=lambda pair: abs(math.log(max(share[pair[0]], 1e-9) / max(share[pair[1]], 1e-9))))
 
 
-def at_equal(runs: Results) -> str:
-    """Who learns faster at equal clip fractions."""
-    gspo, grpo = matched(runs)
-    decided = WINNER[sign(gap(scores(runs[grpo]), scores(runs[gspo])))]
-    return f"at equal clip fractions, {decided}{'' if decided != WINNER[0] else ' which learns faster'}"
+def faster(runs: Results, gspo: str, grpo: str) -> tuple[str, str]:
+    """Say which of two arms learns faster, and estimate GRPO's score minus GSPO's."""
+    record = gap(scores(runs[grpo]), scores(runs[gspo]))
+    decided = sign(record)
+    return WINNER[decided] + ("" if decided else " which learns faster"), estimate(record, "+.3f")
 
 
 def windows(runs: Results) -> str:
     """GSPO clips far more tokens than GRPO, and what equal clip fractions change."""
     shares = {arm: percent(mean_of(records, "token_clip_fraction")) for arm, records in runs.items()}
     gspo, grpo = matched(runs)
-    decided = WINNER[sign(gap(scores(runs["grpo"]), scores(runs["gspo"])))]
-    differences = [estimate(gap(scores(runs[b]), scores(runs[a])), "+.3f") for a, b in (("gspo", "grpo"), (gspo, grpo))]
+    (decided, difference), (at_equal, difference_at_equal) = faster(runs, "gspo", "grpo"), faster(runs, gspo, grpo)
     return (
-        f"With the paper's windows, GSPO clips {shares['gspo']} of its tokens and GRPO {shares['grpo']}, and {decided}"
-        f"{'' if decided != WINNER[0] else ' which learns faster'}: GRPO's mean reward minus GSPO's is "
-        f"{differences[0]}. With {label(gspo)} ({shares[gspo]}) and {label(grpo)} ({shares[grpo]}), {at_equal(runs)}: "
-        f"the difference is {differences[1]}"
+        f"With the paper's windows, GSPO clips {shares['gspo']} of its tokens and GRPO {shares['grpo']}, and "
+        f"{decided}: GRPO's mean reward minus GSPO's is {difference}. At equal clip fractions, with {label(gspo)} "
+        f"({shares[gspo]}) and {label(grpo)} ({shares[grpo]}), {at_equal}: the difference is {difference_at_equal}"
     )
 
 
 def lengths(runs: Results) -> str:
     """Whether answers grow or shrink with the paper's windows."""
-    verb = {-1: "shrink", 0: "have no decided change of length", 1: "grow"}
+    verb = {-1: "shrink", 0: "show no decided change of length", 1: "grow"}
     changed = {arm: growth(records) for arm, records in runs.items() if arm == plain(arm)}
-    parts = [f"with {label(arm)} they {verb[sign(x)]}, by {estimate(x, '+.1f')} tokens" for arm, x in changed.items()]
-    return f"Lengths of answers: {'; '.join(parts)}"
+    parts = [f"with {label(arm)}, answers {verb[sign(x)]} ({estimate(x, '+.1f')} tokens)" for arm, x in changed.items()]
+    return "; ".join(parts)
 
 
 def replay(results: Results) -> str:
@@ -421,20 +421,21 @@ def head(results: Results) -> str:
     ]
     count = len(every) * len(HEAD_MEASURES)
     if not different:
-        return f"Full logits instead of our head change no score, clip fraction or entropy (none of {count} intervals)"
+        return f"Full logits instead of our head change no score, clip fraction or entropy ({count} intervals)"
     return f"Full logits instead of our head change {', '.join(different)} ({len(different)} of {count} intervals)"
 
 
 def title(results: Results) -> str:
     """What a figure shows, in a sentence: who learns faster, or what rounding changes."""
     if results["study"] == "rounding":
-        return rounding(results)
+        return f"{rounding(results)}.\n{head(results)}"
     if results["study"] == "long":
         runs = results["runs"]
         if not verdicts(results):
             return "Long answers"
         shares = [percent(mean_of(runs[arm], "token_clip_fraction")) for arm in ("gspo", "grpo")]
-        return f"Long answers: GSPO clips {shares[0]} of the tokens, GRPO {shares[1]}; {at_equal(runs)}"
+        at_equal, _ = faster(runs, *matched(runs))
+        return f"GSPO clips {shares[0]} of the tokens of long answers, GRPO {shares[1]}.\nAt equal shares, {at_equal}"
     model = MODELS[results["study"]]
     return f"{model}: {winner(results['runs'])}" if verdicts(results) else model
 

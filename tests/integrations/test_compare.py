@@ -158,7 +158,7 @@ def test_a_window_is_chosen_by_equal_clip_fractions_and_lengths_are_compared(
     assert sentence.startswith("With the paper's windows, GSPO clips 40% of its tokens and GRPO 1%, and it is not")
     compare_report.draw(results, tmp_path / "figure.png")
     grown = [{**runs["gspo"][0], "over training": {"answer_tokens": [80.0, 90.0 + i]}} for i in range(3)]
-    assert "with GSPO they grow, by +11.0 (+8.5 to +13.5) tokens" in compare_report.lengths({"gspo": grown})
+    assert compare_report.lengths({"gspo": grown}) == "with GSPO, answers grow (+11.0 (+8.5 to +13.5) tokens)"
 
 
 def test_a_training_that_is_not_finite_stops_and_the_others_are_kept(

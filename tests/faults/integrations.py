@@ -192,6 +192,12 @@ FAULTS: dict[str, Fault] = {
         "return output",
         "compare::test_replayed_routing_computes_with_the_recorded_experts",
     ),
+    "a diverged training loses the others": (
+        "studies/compare:train",
+        "break",
+        "raise",
+        "compare::test_a_training_that_is_not_finite_stops_and_the_others_are_kept",
+    ),
     "changed prompts accepted": (
         "start_of",
         'then.get("prompts", record["prompts"]) != record["prompts"]',

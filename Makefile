@@ -128,9 +128,9 @@ gate-%: .venv/ready
 	$(UV) pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
 	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile
 
-# The trainings of docs/benchmarks.md, one after another on one core: an hour.
+# The trainings of docs/benchmarks.md, one after another on one core: an hour and a half.
 studies: .venv/ready
-	for study in dense moe rounding; do $(BIN)/gspo compare --study $$study || exit 1; done
+	for study in dense moe rounding long; do $(BIN)/gspo compare --study $$study || exit 1; done
 	cp runs/compare/*-cpu.json benchmarks/results/
 	$(BIN)/python -m gspo_kernels.benchmarks report
 

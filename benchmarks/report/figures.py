@@ -7,6 +7,7 @@ differ in the marker. The colors are greys and Okabe and Ito's palette for color
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -15,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ..studies.compare_report import draw
 from .summary import HALF, LENGTH, wrong_in_models
-from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
+from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, drift, shown
 
 CAST = "TRL cast_lm_head_to_fp32"
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"
@@ -201,9 +202,26 @@ def draw_readme(trainer: Results, precision: Results, path: Path) -> None:
     save(figure, path)
 
 
+def draw_budgets(results: Results, path: Path) -> None:
+    """Draw reward and entropy over training: a line per budget, the mean over the seeds."""
+    figure, axes = panels(2)
+    first = next(iter(results["runs"].values()))
+    count = len(first[0]["over training"]["reward"])
+    middles = [(i + 0.5) * results["settings"]["steps"] / count for i in range(count)]
+    names = {"reward": "reward of sampled answers", "entropy": "entropy, nats"}
+    for panel, (key, text) in zip(axes, names.items(), strict=True):
+        for (arm, records), color in zip(results["runs"].items(), (BLACK, BLUE, VERMILION), strict=True):
+            mean = [fmean(values) for values in zip(*(x["over training"][key] for x in records), strict=True)]
+            panel.plot(middles, mean, color=color, lw=1.8, label=arm)
+        panel.set(title=text, xlabel="rollouts")
+    figure.suptitle(f"{drift(results)} in {len(first)} trainings each", fontsize=11, weight="bold")
+    save(figure, path, axes[0])
+
+
 DRAW = {
     "step": draw_step,
     "fidelity": draw_fidelity,
     "trainer": draw_trainer,
-    **dict.fromkeys(("compare", "moe", "rounding"), draw),
+    **dict.fromkeys(("compare", "moe", "rounding", "long"), draw),
+    "budgets": draw_budgets,
 }  # by suite

@@ -68,7 +68,7 @@ def texts() -> dict[Path, str]:
     common = {"helps": summary.helps(first), "loses": summary.loses(first)}
     common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
     common |= summary.rounding(first)
-    for study in ("compare", "moe", "rounding"):
+    for study in ("compare", "moe", "rounding", "long"):
         common |= verdicts(first[study])
     page = [introduction.format(**common)]
     for name, _, prose in (section.partition(" -->\n") for section in sections):

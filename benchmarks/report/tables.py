@@ -261,16 +261,16 @@ def precision(results: Results) -> Texts:
     }
 
 
-def drifts(differences: Results, arm: str, control: str) -> bool:
-    """True if the 95 % interval of an arm's difference includes neither 0 nor the control's mean difference."""
-    low, high = differences[arm]["95 %"]
-    return not any(low <= x <= high for x in (0.0, differences[control]["mean"]))
+def drift(results: Results) -> str:
+    """Name the budgets whose entropy or reward drifts."""
+    apart = results["differences"]
+    drifting = [f"the {key} at {arm}" for key in apart for arm, x in apart[key].items() if compare_report.sign(x)]
+    return f"We see drift in {' and '.join(drifting)}" if drifting else "We see no drift"
 
 
-def budgets(results: Results) -> Texts:
+def budgets(results: Results) -> dict[str, Any]:
     runs = results["runs"]
     apart = results["differences"]
-    *arms, control = [arm for arm in runs if arm in apart["entropy"]]
     rows = []
     for arm, records in runs.items():
         gaps = [apart[key].get(arm) for key in ("entropy", "reward")]
@@ -280,13 +280,18 @@ def budgets(results: Results) -> Texts:
             f"{fmean(r['held-out reward'][1] for r in records):.3f}",
         ))  # fmt: skip  # a cell each
     header = ("", "passes", "mass dropped", "entropy", "reward", "held-out reward")
-    drifting = [f"the {key} of {arm}" for key in apart for arm in arms if drifts(apart[key], arm, control)]
-    widest = max((high - low) / 2 for low, high in (apart["entropy"][arm]["95 %"] for arm in arms))
-    return {
-        "table": table(header, rows),
-        "verdict": f"We see drift in {', '.join(drifting)}" if drifting else "We see no drift",
-        "detectable": f"{widest:.3f}",
-    }
+    widest = {key: max((high - low) / 2 for low, high in (x["95 %"] for x in apart[key].values())) for key in apart}
+    missed = {f"{key}_missed": f"{half:.3f}" for key, half in widest.items()}
+    settings = results["settings"]
+    updates = settings["steps"] * settings["updates_per_rollout"]
+    before = next(iter(runs.values()))[0]["held-out reward"][0]
+    return {"table": table(header, rows), "verdict": drift(results), "updates": updates, "before": before, **missed}
+
+
+def long(results: Results) -> dict[str, Any]:
+    first = next(iter(results["runs"].values()))[0]
+    shown = {"rate": first["learning rate"], "updates": first["updates"], "warm_up": results["settings"]["warm_up"]}
+    return {"table": table(*compare_report.rows(results)), **shown}
 
 
 def compared(group: Results) -> Results:
@@ -354,7 +359,7 @@ def gpu(results: Results) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Results], dict[str, Any]]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
-    "kept_sets": kept_sets, "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu,
+    "kept_sets": kept_sets, "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu, "long": long,
     **dict.fromkeys(
         ("compare", "moe", "rounding"),
         lambda results: {"table": table(*compare_report.rows(results))},

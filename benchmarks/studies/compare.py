@@ -1,43 +1,51 @@
 """Train with several objectives over a grid of settings, from the same initial weights, prompts and seeds.
 
-Sampling, rewards and updates come from the reference trainer. Every arm samples its own answers and clips in its own
-training. Metrics are recorded for each update of a rollout; in the first one, the ratio is always 1.
-`compare_report.py` defines what is compared.
+Each training is a `Learner` of the reference trainer. Every arm samples its own answers and clips in its own training.
+Metrics are recorded for each update of a rollout; in the first one, the ratio is always 1. `compare_report.py` defines
+what is compared.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo_kernels.advantages import RunningMoments
-from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
-from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
-from gspo_kernels.integrations.reference_trainer.sampling import sample, sampler_weights
-from gspo_kernels.integrations.reference_trainer.update import NotFiniteError, mini_batches, update, with_log_probs
+from gspo_kernels.integrations.reference_trainer.trainer import Learner
+from gspo_kernels.integrations.reference_trainer.update import NotFiniteError
 from gspo_kernels.integrations.tasks import Task, batches, task_by_name
 from gspo_kernels.objective import Objective
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-from .compare_report import MIS, REPLAY, ROUNDED_SAMPLER, SAMPLER, TIS
+from .compare_report import FULL_LOGITS, MIS, REPLAY, ROUNDED_SAMPLER, SAMPLER, TIS, WINDOW, means
+from .policy import cross_entropy
 
 Record = dict[str, Any]
 Tick = Callable[[str], object]
 METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "token_log_ratio_std", "sequence_log_ratio_std")
 METRICS += ("router_changed",)  # only of mixtures
 METRICS += ("rollout_weight_mean", "rollout_bound_share")  # only with a correction
-STUDIES = ("dense", "moe", "rounding")
+CURVES = ("reward", "answer_tokens", "truncated", "entropy", "clip_fraction", "token_clip_fraction")
+CURVES += ("token_log_ratio_std", "sequence_log_ratio_std")
+PARTS = 4  # of a training of the study "long"; curves have the mean over the rollouts of each
+STUDIES = ("dense", "moe", "rounding", "long")
 BODIES = ("bf16", "autocast", "fp16", "fp16-autocast")  # values of TrainConfig.precision, besides fp32
 EXPERTS = 8  # of each layer of the mixture
+WINDOWS: dict[str, tuple[float, ...]] = {"gspo": (10, 30), "grpo": (0.1, 0.01)}  # factors of the paper's windows
+LONGEST = {"sorting": 7, "long-sorting": 96}  # most tokens of an answer; 24 in the other tasks
+WARM_UP: Record = dict(steps=60, batch=24, learning_rate=2e-3)  # supervised steps before the study "long"
 SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "eval_every")
 
 
@@ -46,16 +54,38 @@ class Arm(NamedTuple):
 
     objective: Objective
     options: Record = {}  # noqa: RUF012 - never changed
+    full_logits: bool = False  # instead of our head
+
+
+class FullLogits(Policy):
+    """A policy that makes all logits in the dtype of its body, as plain PyTorch does.
+
+    The loss gets them as hidden states, with a head that is the identity. So it computes exactly their softmax.
+    """
+
+    def run(self, rollout: Any, with_head: Callable[..., Any], train: bool = False) -> tuple[Any, Any]:
+        def with_logits(hidden: Tensor, head: nn.Module, **options: Any) -> Any:
+            logits = F.linear(hidden, head.get_parameter("weight"))
+            return with_head(logits, torch.eye(logits.shape[-1], dtype=logits.dtype), **options)
+
+        return super().run(rollout, with_logits, train)
 
 
 def config_of(task: str, steps: int) -> TrainConfig:
-    """Settings that all arms share: the demo of `gspo train`, with half its prompts and more evaluations."""
+    """Settings that all arms share: the demo of `gspo train`, with fewer prompts and more evaluations.
+
+    Answers with advantage 0 run too, so that all metrics cover all answers. Long answers are evaluated at the end only.
+    """
+    is_long = task == "long-sorting"
     return TrainConfig(
         task=task,
         steps=steps,
-        prompts_per_step=16,
-        max_new_tokens=TrainConfig.max_new_tokens if task == "sorting" else 24,
-        eval_every=5,
+        prompts_per_step=8 if is_long else 16,
+        max_new_tokens=LONGEST.get(task, 24),
+        eval_every=steps if is_long else 5,
+        eval_prompts=64 if is_long else 128,
+        warmup_updates=min(12, 4 * steps) if is_long else 0,
+        skip_zero_advantage=False,
         device="cpu",
         save=False,
     )
@@ -80,6 +110,8 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
     "moe": every objective is trained without and with Routing Replay. "rounding": every objective is trained in fp32,
     with a body in each of `BODIES`, and in fp32 with a sampler whose weights are rounded to bf16. The answers of this
     sampler get old log-probs from the trainer or from the sampler, or a truncated (TIS) or a masked (MIS) correction.
+    A body in half precision is also trained with full logits. "long": GSPO and GRPO are also trained with the windows
+    of `WINDOWS`.
 
     Raises:
         InputError: a name is not a preset.
@@ -98,11 +130,18 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
             rounded = {"sampler_precision": "bf16"}
             truncated = RolloutCorrection("token", "truncate", high=2.0)
             masked = RolloutCorrection("token", "mask", 0.5, 2.0)
-            arms |= {f"{name} + {body}": Arm(objective, {"precision": body}) for body in BODIES}
+            for body in BODIES:
+                arms[f"{name} + {body}"] = Arm(objective, {"precision": body})
+                arms[f"{name} + {body}{FULL_LOGITS}"] = Arm(objective, {"precision": body}, full_logits=True)
             arms[name + ROUNDED_SAMPLER] = Arm(objective, rounded)
             arms[name + SAMPLER] = Arm(objective, {**rounded, "old_log_probs": "sampler"})
             arms[name + TIS] = Arm(replace(objective, rollout_correction=truncated), rounded)
             arms[name + MIS] = Arm(replace(objective, rollout_correction=masked), rounded)
+        for factor in WINDOWS.get(name, ()) if study == "long" else ():
+            low, high = factor * objective.clip_low, factor * objective.clip_high
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # GSPO's window is wide on purpose
+                arms[f"{name}{WINDOW}{factor:g}"] = Arm(replace(objective, clip_low=low, clip_high=high))
     return arms
 
 
@@ -135,58 +174,76 @@ def policy_of(study: str, task: Task, config: TrainConfig, seed: int) -> Policy:
     return policy
 
 
+def warm_start(task: Task) -> dict[str, Tensor]:
+    """The demo's weights after some supervised steps on a task, for answers that are too long to begin at random."""
+    torch.manual_seed(0)
+    policy = demo_policy(task.characters)
+    tokenizer = policy.tokenizer
+    prompts, answers = (
+        tokenizer(list(x))["input_ids"] for x in zip(*((e.prompt, e.answer) for e in task.train), strict=True)
+    )
+    texts = [(a + b + [tokenizer.eos_token_id], len(a)) for a, b in zip(prompts, answers, strict=True)]
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=WARM_UP["learning_rate"], weight_decay=0.0)
+    for batch in itertools.islice(batches(texts, WARM_UP["batch"], seed=0), WARM_UP["steps"]):
+        optimizer.zero_grad(set_to_none=True)
+        cross_entropy(policy, batch).backward()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+    return policy.model.state_dict()
+
+
 def compare(arms: dict[str, Arm], seeds: Sequence[int], grid: Sequence[TrainConfig], study: str, tick: Tick) -> Record:
     """Train every arm with every seed at every setting. Return the shared settings and a record of each training.
 
     `study`: one of `STUDIES`; "moe" trains a mixture of experts, the others a dense model.
     """
     task = task_by_name(grid[0].task, grid[0].eval_prompts)
+    weights = warm_start(task) if study == "long" else None
     runs: dict[str, list[Record]] = {name: [] for name in arms}
     for seed, (name, arm), setting in itertools.product(seeds, arms.items(), grid):
         config = replace(setting, objective=arm.objective, **arm.options)
-        record = train(config, policy_of(study, task, config, seed), task, seed, partial(tick, f"{name}, seed {seed}"))
+        policy = policy_of(study, task, config, seed)
+        if weights:
+            policy.model.load_state_dict(weights)
+        if arm.full_logits:
+            policy = FullLogits(**vars(policy))
+        record = train(config, policy, task, seed, partial(tick, f"{name}, seed {seed}"))
+        if study != "long":
+            del record["over training"]
         at = {"seed": seed, "learning rate": config.learning_rate, "updates": config.updates_per_rollout}
         runs[name].append({**at, **record})
-    return {"settings": {name: getattr(grid[0], name) for name in SETTINGS}, "study": study, "runs": runs}
+    settings: Record = {name: getattr(grid[0], name) for name in SETTINGS}
+    settings |= {"warm_up": WARM_UP["steps"]} if weights else {}
+    return {"settings": settings, "study": study, "runs": runs}
 
 
 def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Callable[[], object]) -> Record:
-    """Train a policy. Return its held-out rewards, and the mean of each metric by update of a rollout.
+    """Train a policy. Return its held-out rewards, the mean of each metric by update of a rollout, and curves.
 
-    A training whose loss or gradient is not finite stops. Its later evaluations count as 0.
+    A training whose loss or gradient is not finite stops. Its later rewards count as 0, and its other metrics cover the
+    rollouts before. If the first rollout diverges, there are none.
     """
-    optimizer = Optimizer(policy, config)
-    running = RunningMoments()
+    learner = Learner(config, seed, task, policy, say=lambda text: None)
     prompts = batches(task.train, config.prompts_per_step, seed)
-    held_out = [evaluate(config, policy, task)]
+    held_out = [learner.evaluate(0)[0]["eval_reward"]]
+    rows: list[dict[str, Any]] = []
     steps: list[list[dict[str, float]]] = []
     evaluated = [step for step in range(1, config.steps + 1) if step % config.eval_every == 0 or step == config.steps]
     for step in range(1, config.steps + 1):
-        examples = next(prompts)
-        options = {"group_size": config.group_size, "max_new_tokens": config.max_new_tokens, "task": task}
-        with sampler_weights(policy, config.sampler_precision):
-            rollout = sample(policy, examples, temperature=config.temperature, **options)
-        repeated = [example for example in examples for _ in range(config.group_size)]
-        rewarded = task.rewards(rollout.texts, repeated, rollout.turns)
-        (parts,) = mini_batches(config, seed, step)
-        batch = with_log_probs(config, policy, rollout, parts)
-        batch = replace(batch, advantages=advantages_of(config, batch, rewarded, running))
         try:
-            steps.append([update(config, policy, optimizer, batch, rows).numbers for rows in parts])
+            row, updates = learner.learn(learner.prepare(step, next(prompts)))
         except NotFiniteError:
-            if not steps:
-                raise  # no update of the training can be reported
             break
+        rows.append(row)
+        steps.append([x.numbers for x in updates])
         if step in evaluated:
-            held_out.append(evaluate(config, policy, task))
+            held_out.append(learner.evaluate(step)[0]["eval_reward"])
         tick()
     held_out += [0.0] * (1 + len(evaluated) - len(held_out))
-    names = [name for name in METRICS if name in steps[0][0]]
+    names = [name for name in METRICS if steps and name in steps[0][0]]
     by_update = {n: [statistics.fmean(s[u][n] for s in steps) for u in range(len(steps[0]))] for n in names}
-    return {"held-out reward": held_out, "by update": by_update}
-
-
-def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
-    """Mean reward of greedy answers to the held-out prompts."""
-    rollout = sample(policy, task.held_out, max_new_tokens=config.max_new_tokens, temperature=None, task=task)
-    return statistics.fmean(task.rewards(rollout.texts, task.held_out, rollout.turns).total)
+    missing = config.steps - len(rows)
+    values = {name: [row[name] for row in rows] + [math.nan] * missing for name in CURVES}
+    values["reward"] = [row["reward"] for row in rows] + [0.0] * missing
+    curves = {name: means(curve, PARTS) for name, curve in values.items()}
+    return {"held-out reward": held_out, "by update": by_update, "over training": curves}

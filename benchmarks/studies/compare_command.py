@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -26,22 +26,39 @@ CLAIMS = {
     "clipping": "GSPO clips far more tokens than GRPO",
     "replay": "GSPO needs no Routing Replay",
     "rounding": "Rounding changes rewards",
+    "head": "The head's precision changes training",
+    "windows": "GSPO clips far more tokens than GRPO",
+    "lengths": "Objectives change the length of answers",
 }
-DEFAULTS = {  # by study: learning rates, updates per rollout
-    "dense": ("5e-4,1.5e-3,5e-3", "4,8"),
-    "moe": ("5e-4,1.5e-3,5e-3", "4,8"),
-    "rounding": ("1.5e-3", "4"),
+
+
+class Defaults(NamedTuple):
+    """Options that a study has if they are not set."""
+
+    objectives: str = "gspo,grpo"
+    task: str = "sorting"
+    steps: int = 40
+    learning_rates: str = "5e-4,1.5e-3,5e-3"
+    updates: str = "4,8"
+
+
+DEFAULTS = {
+    "dense": Defaults(),
+    "moe": Defaults(),
+    "rounding": Defaults(steps=12, learning_rates="1.5e-3", updates="4"),
+    "long": Defaults("gspo,grpo,luspo", "long-sorting", 14, "5e-4", "4"),
 }
+Option = TypeVar("Option", int, str)
 Number = TypeVar("Number", int, float)
 FOLDER = Path("runs") / "compare"
 
 
 def run(
-    objectives: str,
+    objectives: str | None,
     study: str,
-    task: str,
+    task: str | None,
     seeds: str,
-    steps: int,
+    steps: int | None,
     learning_rates: str | None,
     updates: str | None,
     output: Path | None,
@@ -55,10 +72,11 @@ def run(
     if study not in STUDIES:
         raise InputError(f"--study: expected {', '.join(STUDIES)}, got {study!r}")
     of_study = DEFAULTS[study]
-    config = config_of(task, steps)
-    arms = arms_of(objectives.split(","), study, config)
-    rates = parse("--learning-rates", of_study[0] if learning_rates is None else learning_rates, float, "5e-4,1e-3")
-    numbers = parse("--updates", of_study[1] if updates is None else updates, int, "4,8")
+    steps = chosen(steps, of_study.steps)
+    config = config_of(chosen(task, of_study.task), steps)
+    arms = arms_of(chosen(objectives, of_study.objectives).split(","), study, config)
+    rates = parse("--learning-rates", chosen(learning_rates, of_study.learning_rates), float, "5e-4,1e-3")
+    numbers = parse("--updates", chosen(updates, of_study.updates), int, "4,8")
     grid = grid_of(config, rates, numbers)
     of_seeds = parse("--seeds", seeds, int, "0,1,2")
     if not 1 <= len(of_seeds) <= max(compare_report.STUDENT) or not all(0 <= seed < 2**32 for seed in of_seeds):
@@ -85,6 +103,11 @@ def run(
     with needs("the figure", "train", "matplotlib"):
         compare_report.draw(results, path.with_suffix(".png"))
     console.print(f"figure:  {path.with_suffix('.png')}", soft_wrap=True)
+
+
+def chosen(value: Option | None, default: Option) -> Option:
+    """`value`, or the study's default if the option is not set."""
+    return default if value is None else value
 
 
 def parse(option: str, text: str, kind: type[Number], example: str) -> list[Number]:

@@ -1,7 +1,8 @@
 """The definitions, tables, sentences and figures of `gspo compare`. The definitions were written before the runs.
 
 - A *setting* is a learning rate with a number of updates per rollout. All objectives have the same grid of settings.
-- The *score* of a training is its mean held-out reward over all evaluations: the faster it learns, the higher.
+- The *score* of a training is its mean held-out reward over all evaluations: the faster it learns, the higher. In the
+  study "long", it is the mean reward of all sampled answers.
 - An objective *at its own best setting*: each seed is judged at the setting with the highest mean score over the other
   seeds. So no training helps to choose the setting at which it is judged.
 - *Over the grid*: for each seed, the mean score over all settings.
@@ -9,10 +10,17 @@
 - The *time to reward* is the number of rollouts before the first evaluation with a held-out reward of `TARGET` or more.
 - The sentence: an arm *learns faster* than another if the 95 % interval of the differences of their scores, seed by
   seed (Student's t), excludes 0. Otherwise it is *not decided*. This is said of the best settings and of the grid.
+- *At equal clip fractions* (study "long"): of all pairs of a GSPO and a GRPO window, the pair whose shares of clipped
+  tokens, over all updates, have the ratio closest to 1.
+- An arm's answers *grow* or *shrink* if the 95 % interval of the change of their mean length, from the first quarter of
+  the training to the last, excludes 0.
+- *Full logits change* a score, a clip fraction or an entropy if the 95 % interval of the differences from our head,
+  with the same objective, body and seeds, excludes 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +40,10 @@ ROUNDED_SAMPLER = " + bf16 sampler"
 SAMPLER = ROUNDED_SAMPLER + ", its log-probs"
 TIS = ROUNDED_SAMPLER + ", TIS"
 MIS = ROUNDED_SAMPLER + ", MIS"
+FULL_LOGITS = ", full logits"
+WINDOW = " + window x "
 MODELS = {"dense": "Dense model", "moe": "Mixture of experts"}  # by study
+HEAD_MEASURES = ("score", "clip_fraction", "entropy")  # in which full logits are compared with our head
 WINNER = {-1: "GSPO learns faster", 0: "it is not decided", 1: "GRPO learns faster"}  # by the sign of GRPO minus GSPO
 # 97.5 % quantiles of Student's t, by number of seeds
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -58,8 +69,14 @@ def sign(record: Results) -> int:
     return int(low > 0) - int(high < 0)
 
 
+def means(curve: Sequence[float], parts: int) -> list[float]:
+    """Means over consecutive parts of a curve, or the curve itself if it is short."""
+    ends = [round(i * len(curve) / parts) for i in range(parts + 1)]
+    return [fmean(curve[a:b]) for a, b in itertools.pairwise(ends) if b > a]
+
+
 def score(run: Results) -> float:
-    return fmean(run["held-out reward"])
+    return fmean(run["over training"]["reward"] if "over training" in run else run["held-out reward"])
 
 
 def scores(runs: Sequence[Results]) -> list[float]:
@@ -101,20 +118,25 @@ def rollouts_to_target(run: Results, settings: Results) -> float:
 
 
 def mean_of(runs: Sequence[Results], metric: str, update: int | None = None) -> float:
-    """Mean of a metric over the trainings, in one update of a rollout or (None) over all updates."""
-    values = [run["by update"][metric] for run in runs]
-    return fmean(fmean(x) if update is None else x[update] for x in values)
+    """Mean of a metric over the trainings, in one update of a rollout or (None) over all updates.
+
+    Trainings that diverged in the first rollout are left out. NaN if all did.
+    """
+    values = [run["by update"][metric] for run in runs if run["by update"]]
+    return fmean(fmean(x) if update is None else x[update] for x in values) if values else math.nan
 
 
 def label(arm: str) -> str:
     """An arm's name as papers write it."""
     name, plus, addition = arm.partition(" + ")
-    return name.replace("gspo", "GSPO").replace("grpo", "GRPO") + plus + addition
+    for preset in ("gspo", "grpo", "luspo"):
+        name = name.replace(preset, preset.upper())
+    return name + plus + addition
 
 
 def percent(share: float) -> str:
-    """Format a share with two significant digits."""
-    return f"{100 * share:.2g}%"
+    """Format a share with two significant digits; "-" for NaN."""
+    return "-" if math.isnan(share) else f"{100 * share:.2g}%"
 
 
 def estimate(record: Results, form: str = ".3f") -> str:
@@ -133,7 +155,7 @@ def chosen(runs: Sequence[Results]) -> str:
 def rows(results: Results) -> tuple[Row, list[Row]]:
     """The header and the rows of the table, one row per arm."""
     runs = results["runs"]
-    cells = (rounding_cells if results["study"] == "rounding" else grid_cells)(results)
+    cells = {"rounding": rounding_cells, "long": long_cells}.get(results["study"], grid_cells)(results)
     return ("", *cells), [(label(arm), *(cell(arm) for cell in cells.values())) for arm in runs]
 
 
@@ -173,6 +195,38 @@ def grid_cells(results: Results) -> Cells:
     return cells
 
 
+def long_cells(results: Results) -> Cells:
+    runs = results["runs"]
+
+    def ends(metric: str, form: str) -> Callable[[str], str]:
+        return lambda arm: " -> ".join(f"{course(runs[arm], metric)[end]:{form}}" for end in (0, -1))
+
+    return {
+        "score": lambda arm: estimate(about(scores(runs[arm]))),
+        "reward": ends("reward", ".2f"),
+        "answer length": ends("answer_tokens", ".1f"),
+        "change of the length": lambda arm: estimate(growth(runs[arm]), "+.1f"),
+        "truncated": lambda arm: percent(fmean(course(runs[arm], "truncated"))),
+        "tokens clipped": lambda arm: percent(mean_of(runs[arm], "token_clip_fraction")),
+        "std of token, sequence log-ratios": lambda arm: ", ".join(
+            f"{mean_of(runs[arm], f'{unit}_log_ratio_std', -1):.2g}" for unit in ("token", "sequence")
+        ),
+        "entropy": lambda arm: f"{mean_of(runs[arm], 'entropy'):.2f}",
+    }
+
+
+def course(runs: Sequence[Results], metric: str) -> list[float]:
+    """A metric over training: its mean over the trainings that did not diverge, for each part of a training."""
+    curves = [[math.nan if x is None else x for x in run["over training"][metric]] for run in runs]
+    return [fmean([x for x in values if not math.isnan(x)] or [math.nan]) for values in zip(*curves, strict=True)]
+
+
+def growth(runs: Sequence[Results]) -> Results:
+    """Change of the mean answer length in tokens, from the first part of a training to the last."""
+    ends = [(run["over training"]["answer_tokens"][0], run["over training"]["answer_tokens"][-1]) for run in runs]
+    return about([last - first for first, last in ends if last is not None and not math.isnan(last)])
+
+
 def plain(arm: str) -> str:
     """The name of an arm's objective, which is the name of the arm without any addition."""
     return arm.partition(" + ")[0]
@@ -183,6 +237,22 @@ def changes(results: Results) -> dict[str, Results]:
     runs = results["runs"]
     of = {arm: scores(at_best(records)) for arm, records in runs.items()}
     return {arm: gap(values, of[plain(arm)]) for arm, values in of.items() if plain(arm) != arm}
+
+
+def measure_of(run: Results, measure: str) -> float:
+    """One of `HEAD_MEASURES` of a training."""
+    return score(run) if measure == "score" else fmean(run["by update"][measure])
+
+
+def head_changes(results: Results) -> dict[str, dict[str, Results]]:
+    """For each arm with full logits, its score, clip fraction and entropy minus those of the same arm with our head."""
+    runs = results["runs"]
+    pairs = {arm: (records, runs[arm.removesuffix(FULL_LOGITS)]) for arm, records in runs.items()}
+    return {
+        arm: {name: gap(*([measure_of(run, name) for run in x] for x in pair)) for name in HEAD_MEASURES}
+        for arm, pair in pairs.items()
+        if arm.endswith(FULL_LOGITS)
+    }
 
 
 def rounding_cells(results: Results) -> Cells:
@@ -207,16 +277,19 @@ def verdicts(results: Results) -> dict[str, str]:
     """Say what a study shows about the claims of GSPO's paper (arXiv 2507.18071).
 
     Keys: "training" (section 5.1) and "clipping" (5.2); for a mixture of experts "mixture" (5.1) and "replay" (5.3).
-    These need GSPO as the baseline of GRPO. For the study of rounding, "rounding" (5.4).
+    These need GSPO as the baseline of GRPO. For the study of rounding, "rounding" (5.4) and "head". For long answers,
+    "windows" (5.2) and "lengths".
     """
     runs = results["runs"]
     if results["study"] == "rounding":
         ends = [record["95 %"] or (0.0, 0.0) for record in changes(results).values()]
         widest = max((high - low) / 2 for low, high in ends)
         missed = f". Changes below {widest:.3f} may be missed" if widest else ""
-        return {"rounding": rounding(results) + missed}
+        return {"rounding": rounding(results) + missed, "head": head(results)}
     if next(iter(runs)) != "gspo" or "grpo" not in runs:
         return {}
+    if results["study"] == "long":
+        return {"windows": windows(runs), "lengths": lengths(runs)}
     if results["study"] == "moe":
         return {"mixture": training(runs), "replay": replay(results)}
     return {"training": training(runs), "clipping": clipping(runs)}
@@ -271,6 +344,45 @@ def clipping(runs: Results) -> str:
     return f"{holds}. GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own"
 
 
+def of_objective(runs: Results, name: str) -> list[str]:
+    """The arms of an objective: with the paper's window, and with others."""
+    return [arm for arm in runs if plain(arm) == name]
+
+
+def matched(runs: Results) -> tuple[str, str]:
+    """The arms of GSPO and GRPO with equal clip fractions."""
+    share = {arm: mean_of(records, "token_clip_fraction") for arm, records in runs.items()}
+    pairs = itertools.product(of_objective(runs, "gspo"), of_objective(runs, "grpo"))
+    return min(pairs, key=lambda pair: abs(math.log(max(share[pair[0]], 1e-9) / max(share[pair[1]], 1e-9))))
+
+
+def faster(runs: Results, gspo: str, grpo: str) -> tuple[str, str]:
+    """Say which of two arms learns faster, and estimate GRPO's score minus GSPO's."""
+    record = gap(scores(runs[grpo]), scores(runs[gspo]))
+    decided = sign(record)
+    return WINNER[decided] + ("" if decided else " which learns faster"), estimate(record, "+.3f")
+
+
+def windows(runs: Results) -> str:
+    """GSPO clips far more tokens than GRPO, and what equal clip fractions change."""
+    shares = {arm: percent(mean_of(records, "token_clip_fraction")) for arm, records in runs.items()}
+    gspo, grpo = matched(runs)
+    (decided, difference), (at_equal, difference_at_equal) = faster(runs, "gspo", "grpo"), faster(runs, gspo, grpo)
+    return (
+        f"With the paper's windows, GSPO clips {shares['gspo']} of its tokens and GRPO {shares['grpo']}, and "
+        f"{decided}: GRPO's mean reward minus GSPO's is {difference}. At equal clip fractions, with {label(gspo)} "
+        f"({shares[gspo]}) and {label(grpo)} ({shares[grpo]}), {at_equal}: the difference is {difference_at_equal}"
+    )
+
+
+def lengths(runs: Results) -> str:
+    """Whether answers grow or shrink with the paper's windows."""
+    verb = {-1: "shrink", 0: "show no decided change of length", 1: "grow"}
+    changed = {arm: growth(records) for arm, records in runs.items() if arm == plain(arm)}
+    parts = [f"with {label(arm)}, answers {verb[sign(x)]} ({estimate(x, '+.1f')} tokens)" for arm, x in changed.items()]
+    return "; ".join(parts)
+
+
 def replay(results: Results) -> str:
     """GSPO needs no Routing Replay."""
     gspo, grpo = (changes(results)[name + REPLAY] for name in ("gspo", "grpo"))
@@ -297,10 +409,33 @@ def rounding(results: Results) -> str:
     return f"The mean held-out reward differs from fp32's with {', '.join(different)}"
 
 
+def head(results: Results) -> str:
+    """Full logits in the dtype of the body change training."""
+    every = head_changes(results)
+    names = {"score": "score", "clip_fraction": "clip fraction", "entropy": "entropy"}
+    different = [
+        f"the {names[measure]} of {label(arm.removesuffix(FULL_LOGITS))} by {estimate(record, '+.3f')}"
+        for arm, of_arm in every.items()
+        for measure, record in of_arm.items()
+        if sign(record)
+    ]
+    count = len(every) * len(HEAD_MEASURES)
+    if not different:
+        return f"Full logits instead of our head change no score, clip fraction or entropy ({count} intervals)"
+    return f"Full logits instead of our head change {', '.join(different)} ({len(different)} of {count} intervals)"
+
+
 def title(results: Results) -> str:
     """What a figure shows, in a sentence: who learns faster, or what rounding changes."""
     if results["study"] == "rounding":
-        return rounding(results)
+        return f"{rounding(results)}.\n{head(results)}"
+    if results["study"] == "long":
+        runs = results["runs"]
+        if not verdicts(results):
+            return "Long answers"
+        shares = [percent(mean_of(runs[arm], "token_clip_fraction")) for arm in ("gspo", "grpo")]
+        at_equal, _ = faster(runs, *matched(runs))
+        return f"GSPO clips {shares[0]} of the tokens of long answers, GRPO {shares[1]}.\nAt equal shares, {at_equal}"
     model = MODELS[results["study"]]
     return f"{model}: {winner(results['runs'])}" if verdicts(results) else model
 
@@ -315,9 +450,12 @@ def draw(results: Results, path: Path) -> None:
 
     style: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False}
     with rc_context(style):
-        figure = Figure(figsize=(9.0, 3.9), layout="constrained")  # inches
+        height = 5.4 if results["study"] in ("rounding", "long") else 3.9
+        figure = Figure(figsize=(9.0, height), layout="constrained")  # inches
         if results["study"] == "rounding":
             draw_changes(figure.subplots(), results)
+        elif results["study"] == "long":
+            draw_long(figure.subplots(2, 3), results)
         else:
             names = list(results["runs"])
             columns = 2 if len(names) > 1 else 1
@@ -377,6 +515,43 @@ def draw_curves(axes: Any, results: Results) -> None:
     axes.set(title="held-out reward, each at its own best setting", xlabel="rollouts")
     axes.set_ylim(0, None)
     axes.legend(loc="lower right")
+
+
+def draw_long(axes: Any, results: Results) -> None:
+    """Draw what happens over training with the paper's windows, and the scores of all windows by clip fraction."""
+    runs, settings = results["runs"], results["settings"]
+    look = looks(results)
+    parts = len(next(iter(runs.values()))[0]["over training"]["reward"])
+    middles = [(i + 0.5) * settings["steps"] / parts for i in range(parts)]
+    panels = {
+        "reward": "reward of sampled answers",
+        "answer_tokens": "answer length, tokens",
+        "token_clip_fraction": "share of tokens clipped",
+        "token_log_ratio_std": "std of log-ratios: tokens,\nsequences (dotted)",
+    }
+    for panel, (metric, text) in zip(axes.flat, panels.items(), strict=False):
+        for arm in filter(lambda arm: arm == plain(arm), runs):
+            style = look[arm] | {"lw": 1.6}
+            panel.plot(middles, course(runs[arm], metric), label=label(arm), **style)
+            if metric == "token_log_ratio_std":
+                panel.plot(middles, course(runs[arm], "sequence_log_ratio_std"), **(style | {"ls": ":"}))
+        panel.set(title=text, xlabel="rollouts")
+        if "reward" not in metric and metric != "answer_tokens":
+            panel.set_yscale("log")
+    last, legend = axes.flat[4:]
+    for name in ("gspo", "grpo"):
+        arms = sorted(of_objective(runs, name), key=lambda arm: mean_of(runs[arm], "token_clip_fraction"))
+        shares = [max(mean_of(runs[arm], "token_clip_fraction"), 1e-5) for arm in arms]
+        records = [about(scores(runs[arm])) for arm in arms]
+        last.plot(shares, [record["mean"] for record in records], color=look[name]["color"], marker="o", ms=4, lw=1.2)
+        for share, record in zip(shares, records, strict=True):
+            last.plot([share, share], record["95 %"] or [record["mean"]] * 2, color=look[name]["color"], lw=1)
+    last.set(title="score, by tokens clipped (all windows)", xlabel="share of tokens clipped", xscale="log")
+    legend.axis("off")
+    legend.legend(*axes.flat[0].get_legend_handles_labels(), loc="center left", title="windows of the paper")
+    for panel in axes.flat[:5]:
+        panel.grid(lw=0.5, alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
 
 
 def draw_changes(axes: Any, results: Results) -> None:

@@ -4,7 +4,7 @@
 
 Other benchmarks use a synthetic policy, made by the formula in `peaked.py`. This one checks the formula: a Qwen3 learns
 the problems of `integrations/tasks/arithmetic.py` until about half of its sampled answers are right, and is
-compared with a synthetic policy of the same sizes. `fidelity` and `budgets` load what it saves.
+compared with a synthetic policy of the same sizes. `fidelity` loads what it saves.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
     return {"entropy": peaked.entropy_quantiles(out.entropy), "budgets": budgets}
 
 
-def make(size: Size, folder: Path) -> Record:
-    """Train a policy, sample from it, save both in `folder`, and measure them."""
+def learn(size: Size, folder: Path) -> tuple[Policy, list[Problem], Record]:
+    """Train a policy, and save it in `folder` with problems that it has not seen. Return it, them and the training."""
     torch.manual_seed(0)
     held_out = problems(size.for_rl, seed=1)  # for RL and for accuracies, not for training
     learned = problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
@@ -216,10 +216,16 @@ def make(size: Size, folder: Path) -> Record:
     policy = random_policy(size, tokenizer)
     texts = tokenized(tokenizer, learned, stories[: len(learned) // 3])
     training = train(policy, texts, size, lambda: accuracy_of(policy, held_out[: size.probe]))
-    states = states_of(policy, held_out[-size.sequences :])
     policy.save(folder / "model")
     lines = [json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out]
     (folder / "problems.jsonl").write_text("".join(lines))
+    return policy, held_out, training
+
+
+def make(size: Size, folder: Path) -> Record:
+    """Train a policy, sample from it, save both in `folder`, and measure them."""
+    policy, held_out, training = learn(size, folder)
+    states = states_of(policy, held_out[-size.sequences :])
     torch.save({name: x.cpu() for name, x in states._asdict().items()}, folder / "states.pt")
     hidden, ids = states.rows()
     formula = peaked.make(len(hidden), size.width, size.vocab)

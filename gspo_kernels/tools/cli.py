@@ -327,27 +327,39 @@ def bench(
 @app.command()
 def compare(
     objectives: Annotated[
-        str,
-        typer.Option(help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline."),
-    ] = "gspo,grpo",
+        str | None,
+        typer.Option(
+            help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline. (default: "
+            "gspo,grpo; with --study long also luspo)"
+        ),
+    ] = None,
     study: Annotated[
         str,
         typer.Option(
             help="dense; moe: a mixture of experts, without and with Routing Replay; rounding: bodies in half "
-            "precision, and a sampler with weights in bf16, without and with corrections."
+            "precision, with our head and with full logits, and a sampler with weights in bf16, without and with "
+            "corrections; long: answers of 64 to 80 letters, with several clip windows."
         ),
     ] = "dense",
-    task: Annotated[str, typer.Option(help="sorting, format, calculator or arithmetic.")] = "sorting",
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="sorting, long-sorting, format, calculator or arithmetic. (default: sorting; with --study long "
+            "long-sorting)"
+        ),
+    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective and setting.")] = "0,1,2,3,4",
-    steps: Annotated[int, typer.Option(min=1, help="Rollouts per training.")] = 40,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts per training. (default: 40; rounding: 12; long: 14)")
+    ] = None,
     learning_rates: Annotated[
-        str | None, typer.Option(help="AdamW's. (default: 5e-4,1.5e-3,5e-3; with --study rounding 1.5e-3)")
+        str | None, typer.Option(help="AdamW's. (default: 5e-4,1.5e-3,5e-3; rounding: 1.5e-3; long: 5e-4)")
     ] = None,
     updates: Annotated[
         str | None,
         typer.Option(
-            help="Optimizer updates per rollout; each must divide its 128 answers. (default: 4,8; with --study "
-            "rounding 4)"
+            help="Optimizer updates per rollout; each must divide its answers: 128, or 64 with long-sorting. "
+            "(default: 4,8; rounding and long: 4)"
         ),
     ] = None,
     output: Annotated[

@@ -58,7 +58,7 @@ class TrainConfig:
     steps: int = 200  # rollouts
     # Prompts and rewards
     model: str | None = None  # folder or hub id of a checkpoint; None: a tiny random Qwen3
-    task: str = ""  # sorting, arithmetic, calculator or format; "": data, or without a model sorting
+    task: str = ""  # a name of `TASKS`, such as sorting; "": data, or without a model sorting
     data: Path | None = None  # jsonl with "prompt" (text or chat messages), "answer" and others, instead of a task
     eval_data: Path | None = None  # jsonl of the prompts to evaluate on; None: hold out a part of `data`
     reward: tuple[str, ...] = ()  # "module:function" or "file.py:function", with a weight "0.5*file.py:function"

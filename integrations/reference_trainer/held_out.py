@@ -179,7 +179,7 @@ def collect(
     return answers, task.rewards([answer.text for answer in answers], [answer.example for answer in answers], turns)
 
 
-def check_failures(rewards: RewardBatch, when: str, say: Callable[[str], None], allowed: bool = False) -> None:
+def check_failures(rewards: RewardBatch, when: str, say: Callable[[str], object], allowed: bool = False) -> None:
     """Print one of the calls of reward functions that failed.
 
     Raises:

@@ -6,7 +6,8 @@ docs/trainer.md follows one rollout through this file and `update.py`, with the 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -25,9 +26,9 @@ from .config import InputError, TrainConfig
 from .data import Reward
 from .held_out import check_failures, collect, held_out_metrics, rewards_by_prompt
 from .loading import pick_device, policy_of_seed, set_seed
-from .measures import numbers_of_step
+from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
-from .policy import PRINTABLE
+from .policy import PRINTABLE, Policy
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
@@ -77,8 +78,131 @@ def train(config: TrainConfig, task: Task | None = None, reward: Reward | None =
         return RunReport(results, folder.path, *folder.plot())
 
 
-class Training:
-    """The training of one seed."""
+@dataclass(frozen=True)
+class Prepared:
+    """A sampled rollout with everything that its updates need."""
+
+    step: int  # from 1
+    rollout: Rollout
+    rewards: RewardBatch
+    epochs: list[list[Tensor]]  # for each epoch the row numbers of each mini-batch
+    running: RunningMoments  # of the rewards, with those of this rollout
+    batch: Batch
+
+
+class Learner:
+    """Samples, updates and evaluates the policy of one seed. Writes no files."""
+
+    def __init__(
+        self, config: TrainConfig, seed: int, task: Task, policy: Policy, say: Callable[[str], object]
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.policy = policy
+        self.say = say
+        self.task, left_out = fitting(config, policy, task)
+        if left_out:
+            say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
+        self.skipping = skipping(config, policy)
+        self.optimizer = Optimizer(policy, config)
+        self.running = RunningMoments()
+        self.start: Row | None = None  # the rewards of the evaluation before the first step
+
+    def seed_generators(self, step: int) -> None:
+        """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
+        set_seed(hash((self.seed, step, distributed.rank())) % 2**32)
+
+    def prepare(self, step: int, examples: list[Example]) -> Prepared:
+        """Sample the rollout of a step. Compute its rewards, advantages and old log-probs."""
+        config = self.config
+        self.seed_generators(step)
+        # Random numbers and padding are the same for every number of processes, and so are the answers.
+        seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
+        width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
+        options: dict[str, Any] = {"group_size": config.group_size, "temperature": config.temperature}
+        options |= {"max_new_tokens": config.new_tokens_at(step), "seeds": seeds, "width": width}
+        with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
+            answers, rewards = collect(config, self.policy, self.task, distributed.share(examples), **options)
+        rollout = padded(self.policy, distributed.gather_lists(answers))
+        rewards = joined(distributed.gather(rewards))  # of all processes, so that all stop together
+        check_failures(rewards, f"step {step}", self.say)
+        epochs = mini_batches(config, self.seed, step)
+        running = replace(self.running)  # if a signal comes before the updates, the last step's moments are saved
+        batch = self.batch_of(rollout, rewards, epochs[0], running)
+        return Prepared(step, rollout, rewards, epochs, running, batch)
+
+    def batch_of(
+        self, rollout: Rollout, rewards: RewardBatch, first_epoch: list[Tensor], running: RunningMoments
+    ) -> Batch:
+        """Compute advantages and old log-probs. Update the running moments of the rewards."""
+        config = self.config
+        if not self.skipping.is_on:
+            batch = with_log_probs(config, self.policy, rollout, first_epoch)
+            return replace(batch, advantages=advantages_of(config, batch, rewards, running))
+        # Advantages come first, because they decide which answers run. They do not depend on log-probs here.
+        advantages = advantages_of(config, Batch(rollout, rollout.log_probs, None), rewards, running)
+        live, reuses_first = live_rows(advantages, rollout.answer_mask), self.skipping.reuses_first
+        batch = with_log_probs(config, self.policy, rollout, first_epoch, live, reuses_first)
+        return replace(batch, advantages=advantages)
+
+    def learn(self, prepared: Prepared) -> tuple[Row, list[Update]]:
+        """Take the updates of a rollout. Return the metrics of the step, and those of each update.
+
+        Raises:
+            NotFiniteError: the loss or the gradient of an update is not finite.
+        """
+        config, step, rewards, batch = self.config, prepared.step, prepared.rewards, prepared.batch
+        self.running = prepared.running
+        parts = [rows for epoch in prepared.epochs for rows in epoch]
+        measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
+        probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
+        updates, noise = [], {}
+        for i, rows in enumerate(parts):
+            if probe and i == len(parts) - 1:
+                noise = probe.measure()
+            is_first = self.skipping.reuses_first and i == 0
+            updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
+        row = {
+            "step": step,
+            **rewards.metrics(config.group_size),
+            "truncated": prepared.rollout.truncated.float().mean().item(),
+            **numbers_of_step(updates),
+            "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
+            **noise,
+            "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
+            "answer_tokens": int(prepared.rollout.answer_mask.sum()) / config.rollout_size,
+            "max_new_tokens": config.new_tokens_at(step),
+        }
+        return row, updates
+
+    def evaluate(self, step: int) -> tuple[Row, list[Row]]:
+        """Reward greedy answers to held-out prompts. Return the metrics, and this process's first answers."""
+        config = self.config
+        greedy: dict[str, Any] = {"temperature": None, "max_new_tokens": config.max_new_tokens}
+        held_out = distributed.share(self.task.held_out)
+        rewards = [self.task.rewards([], [])]  # a process may have no prompts
+        samples: list[Row] = []
+        size = config.rollout_size // distributed.world()
+        with distributed.gathered(self.policy):  # once, because processes may have different numbers of batches
+            for start in range(0, len(held_out), size):
+                answers, scored = collect(config, self.policy, self.task, held_out[start : start + size], **greedy)
+                rewards.append(scored)
+                for i, answer in enumerate(answers[: config.samples - len(samples)]):
+                    components = {name: values[i] for name, values in scored.components.items()}
+                    example = answer.example
+                    sample = {"prompt": example.prompt, "answer": example.answer, "completion": answer.text}
+                    reward = scored.total[i] if scored.scored[i] else None
+                    samples.append({**sample, "reward": reward, "components": components})
+        together = joined(distributed.gather(joined(rewards)))
+        when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
+        check_failures(together, when, self.say, allowed=step > 0)
+        now = rewards_by_prompt(together)
+        metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
+        return metrics, samples
+
+
+class Training(Learner):
+    """The training of one seed, with its files."""
 
     def __init__(
         self,
@@ -90,21 +214,13 @@ class Training:
         progress: TrainingProgress,
         stop: StopSignals,
     ) -> None:
-        self.config = config
-        self.seed = seed
+        policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
+        super().__init__(config, seed, task, policy, progress.say)
         self.folder = folder
         self.progress = progress
         self.stop = stop
-        self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
-        self.task, left_out = fitting(config, self.policy, task)
         folder.held_out = self.task.held_out
-        if left_out:
-            progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
-        self.skipping = skipping(config, self.policy)
-        self.optimizer = Optimizer(self.policy, config)
-        self.running = RunningMoments()
         self.step = 0  # rollouts that have been trained on
-        self.start: Row | None = None  # the rewards of the evaluation before the first step
         self.rows: list[Row] = []
         self.updating = False  # between the first update of a step and the step's end
 
@@ -129,10 +245,6 @@ class Training:
                 self.say_how_to_continue()
             raise
         return SeedResult.from_rows(self.seed, self.rows, self.progress.warned)
-
-    def seed_generators(self, step: int) -> None:
-        """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
-        set_seed(hash((self.seed, step, distributed.rank())) % 2**32)
 
     def begin(self) -> None:
         """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""
@@ -204,51 +316,17 @@ class Training:
     def train_step(self, examples: list[Example]) -> None:
         """Sample one rollout, train on it, and write the step's metrics."""
         config = self.config
-        step = self.step + 1
         started = time.perf_counter()
-        self.seed_generators(step)
-        limit = config.new_tokens_at(step)
-        # Random numbers and padding are the same for every number of processes, and so are the answers.
-        seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
-        width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
-        options: dict[str, Any] = {"group_size": config.group_size, "temperature": config.temperature}
-        options |= {"max_new_tokens": limit, "seeds": seeds, "width": width}
-        with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
-            answers, rewards = collect(config, self.policy, self.task, distributed.share(examples), **options)
-        rollout = padded(self.policy, distributed.gather_lists(answers))
-        rewards = joined(distributed.gather(rewards))  # of all processes, so that all stop together
-        check_failures(rewards, f"step {step}", self.progress.say)
-        epochs = mini_batches(config, self.seed, step)
-        running = replace(self.running)  # if a signal comes before the updates, the last step's moments are saved
-        batch = self.batch_of(rollout, rewards, epochs[0], running)
+        prepared = self.prepare(self.step + 1, examples)
+        step = prepared.step
         with self.stop.postponed():
             self.updating = True
-            self.running = running
             try:
-                parts = [rows for epoch in epochs for rows in epoch]
-                measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
-                probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
-                updates, noise = [], {}
-                for i, rows in enumerate(parts):
-                    if probe and i == len(parts) - 1:
-                        noise = probe.measure()
-                    is_first = self.skipping.reuses_first and i == 0
-                    updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
+                row, _ = self.learn(prepared)
             except NotFiniteError as error:
                 raise TrainingError(f"{error}. {self.folder.save_failed(error.batch)}") from error
-            tokens = int(rollout.answer_mask.sum())
-            row = {
-                "step": step,
-                **rewards.metrics(config.group_size),
-                "truncated": rollout.truncated.float().mean().item(),
-                **numbers_of_step(updates),
-                "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
-                **noise,
-                "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
-                "answer_tokens": tokens / config.rollout_size,
-                "max_new_tokens": limit,
-                "tokens_per_second": tokens / (time.perf_counter() - started),
-            }
+            tokens = row["answer_tokens"] * config.rollout_size
+            row["tokens_per_second"] = tokens / (time.perf_counter() - started)
             is_last = step == config.steps
             if step % config.eval_every == 0 or is_last:
                 metrics, samples = self.evaluate(step)
@@ -266,51 +344,12 @@ class Training:
         if distributed.world() > 1:
             self.stop.check(any(distributed.gather(self.stop.received is not None)))
 
-    def batch_of(
-        self, rollout: Rollout, rewards: RewardBatch, first_epoch: list[Tensor], running: RunningMoments
-    ) -> Batch:
-        """Compute advantages and old log-probs. Update the running moments of the rewards."""
-        config = self.config
-        if not self.skipping.is_on:
-            batch = with_log_probs(config, self.policy, rollout, first_epoch)
-            return replace(batch, advantages=advantages_of(config, batch, rewards, running))
-        # Advantages come first, because they decide which answers run. They do not depend on log-probs here.
-        advantages = advantages_of(config, Batch(rollout, rollout.log_probs, None), rewards, running)
-        live, reuses_first = live_rows(advantages, rollout.answer_mask), self.skipping.reuses_first
-        batch = with_log_probs(config, self.policy, rollout, first_epoch, live, reuses_first)
-        return replace(batch, advantages=advantages)
-
     def finish_step(self, row: Row) -> None:
         """Write the metrics of a step."""
         self.folder.write(self.seed, row)
         self.rows.append(row)
         if row["step"]:
             self.progress.show(row)
-
-    def evaluate(self, step: int) -> tuple[Row, list[Row]]:
-        """Reward greedy answers to held-out prompts. Return the metrics, and this process's first answers."""
-        config = self.config
-        greedy: dict[str, Any] = {"temperature": None, "max_new_tokens": config.max_new_tokens}
-        held_out = distributed.share(self.task.held_out)
-        rewards = [self.task.rewards([], [])]  # a process may have no prompts
-        samples: list[Row] = []
-        size = config.rollout_size // distributed.world()
-        with distributed.gathered(self.policy):  # once, because processes may have different numbers of batches
-            for start in range(0, len(held_out), size):
-                answers, scored = collect(config, self.policy, self.task, held_out[start : start + size], **greedy)
-                rewards.append(scored)
-                for i, answer in enumerate(answers[: config.samples - len(samples)]):
-                    components = {name: values[i] for name, values in scored.components.items()}
-                    example = answer.example
-                    sample = {"prompt": example.prompt, "answer": example.answer, "completion": answer.text}
-                    reward = scored.total[i] if scored.scored[i] else None
-                    samples.append({**sample, "reward": reward, "components": components})
-        together = joined(distributed.gather(joined(rewards)))
-        when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
-        check_failures(together, when, self.progress.say, allowed=step > 0)
-        now = rewards_by_prompt(together)
-        metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
-        return metrics, samples
 
     def save_stopped(self) -> None:
         """Save a run that was stopped at the end of a step or while sampling."""

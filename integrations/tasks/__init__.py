@@ -1,8 +1,8 @@
 """Tasks: prompts, rewards that a program can compute and, for dialogues, the environment's replies.
 
-`task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, "calculator"
-and "arithmetic" for a model that can already copy and add. The reference trainer trains on them, or on a `Task` of
-your own (docs/tasks.md). Needs only the standard library.
+`task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, and
+"long-sorting", "calculator" and "arithmetic" for a model that can already sort, copy and add a little. The reference
+trainer trains on them, or on a `Task` of your own (docs/tasks.md). Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from .base import Task, batches
 from .calculator import calculator_task
 from .format import format_task
 from .rewards import Example, InputError, RewardBatch, RewardComponent, Rewards, answer_found, letters_in_place, nearest
-from .sorting import sorting_task
+from .sorting import long_sorting_task, sorting_task
 
 __all__ = ["TASKS", "Example", "InputError", "RewardBatch", "RewardComponent", "Rewards", "Task", "answer_found"]
 __all__ += ["batches", "letters_in_place", "nearest", "task_by_name"]
 
 TASKS = {
     "sorting": sorting_task,
+    "long-sorting": long_sorting_task,
     "arithmetic": arithmetic_task,
     "calculator": calculator_task,
     "format": format_task,

@@ -178,10 +178,9 @@ def _kept_sets(
 ) -> KeptSets:
     """Make the sets of this rank's response tokens. Empty sets and absent targets mean what they mean in slime."""
     cp_utils = sys.modules[f"{_PACKAGE}.cp_utils"]
-    pairs = [
-        tuple(torch.as_tensor(x, device=target_ids.device) for x in pair) for pair in zip(ids, offsets, strict=True)
-    ]
-    sets = KeptSets.from_samples(pairs, empty="vocabulary")
+    to_device = partial(torch.as_tensor, device=target_ids.device)
+    samples = [(to_device(x), to_device(y)) for x, y in zip(ids, offsets, strict=True)]
+    sets = KeptSets.from_samples(samples, empty="vocabulary")
     start, tokens = 0, []
     for total, response in zip(total_lengths, response_lengths, strict=True):
         all_tokens = torch.arange(start, start + response, device=target_ids.device)

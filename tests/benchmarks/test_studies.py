@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import enable_progress_bar
 
+from gspo_kernels import Objective, gspo_fused_loss
 from gspo_kernels.benchmarks import peaked
 from gspo_kernels.benchmarks.report import figures, tables
 from gspo_kernels.benchmarks.studies import budgets, fidelity, policy, precision
@@ -114,17 +115,43 @@ def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path) -> None:
     lengths = policy.load(tmp_path).mask.sum(1)
     assert torch.equal(fidelity.trained(tmp_path, 10_000, CPU).sequence.bincount(minlength=len(lengths)), lengths)
 
-    trained = run_tiny(budgets, tmp_path / "budgets.json", "--policy", tmp_path)
-    assert trained["policy"] == results["digest"] and not list(tmp_path.glob("budgets-*"))
-    for records in trained["runs"].values():
+
+def test_budgets_are_compared_at_a_tiny_size(tmp_path: Path) -> None:
+    results = run_tiny(budgets, tmp_path / "budgets.json")
+    for records in results["runs"].values():
         assert [r["seed"] for r in records] == list(budgets.TINY_SEEDS)
+    figures.draw_budgets(results, tmp_path / "figure.png")
+    assert tables.budgets(results)["verdict"] == "We see no drift"  # the tiny policy gets no rewards
+
+
+def test_the_loss_at_the_seam_is_the_fused_loss_and_its_backward_is_measured() -> None:
+    torch.manual_seed(0)
+    x, ids = torch.randn(4, 40, 64), torch.randint(2048, (4, 40))
+    x[..., 0] = 5.0
+    head = torch.nn.Linear(64, 4096, bias=False)
+    head.weight.data[2048:, 0] = -2.0  # ids from 2048 on are unlikely, so a budget can leave them out
+    fixed: dict[str, Any] = dict(ref_log_probs=None, rollout_log_probs=None, kl_normalizer=None, normalizer=4.0)
+    fixed |= dict(old_log_probs=torch.full((4, 40), -7.6), mask=torch.ones(4, 40), entropy=True, temperature=1.0)
+    fixed |= dict(objective=Objective(ratio="token", clip_low=0.9, clip_high=9.0), cache_mib=None, backend="torch")
+    seam = budgets.Seam()
+    found = []
+    for loss, budget in ((gspo_fused_loss, 0.0), (seam.loss, 0.0), (seam.loss, 0.05)):
+        hidden = x.clone().requires_grad_()
+        out = loss(hidden, head, ids, torch.tensor([1.0, -1.0, 0.0, 2.0]), gradient_budget=budget, **fixed)
+        out.loss.backward()
+        found.append((out.loss, hidden.grad, None if loss is gspo_fused_loss else seam.metrics()))
+    (fused, gradient, _), (loss, at_seam, exact), (_, _, dropped) = found
+    torch.testing.assert_close(loss, fused)
+    torch.testing.assert_close(at_seam, gradient)
+    assert exact["dropped_gradient_mass"] == 0 < dropped["dropped_gradient_mass"] <= 0.05
+    assert dropped["passes"] < exact["passes"] < 4
 
 
 def test_differences_between_budgets_are_means_over_pairs_with_the_same_seed() -> None:
-    ends = {budgets.EXACT: [5.0, 15.0, 0.0], "budget 1e-3": [7.0, 17.0, 2.0], budgets.CONTROL: [5.0, 15.0, 0.0]}
+    ends = {budgets.EXACT: [5.0, 15.0, 0.0], "budget 1e-3": [7.0, 17.0, 2.0], "budget 1e-2": [5.0, 15.0, 0.0]}
     runs = {arm: [{"at the end": {"x": value}} for value in values] for arm, values in ends.items()}
     differences = budgets.differences(runs, "x")
-    assert differences["budget 1e-3"] == {"mean": 2, "95 %": [2, 2]} and differences[budgets.CONTROL]["mean"] == 0
+    assert differences["budget 1e-3"] == {"mean": 2, "95 %": [2, 2]} and differences["budget 1e-2"]["mean"] == 0
     low, high = budgets.about([1.0, 2.0, 3.0])["95 %"]
     assert (low, high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
     assert budgets.at_the_end(list(range(10))) == 8.5

@@ -127,13 +127,13 @@ FAULTS: dict[str, Fault] = {
         "trainer_sampling::test_answers_have_the_probabilities_that_the_loss_computes",
     ),
     "all steps have the same random numbers": (
-        "Training.train_step",
+        "Learner.prepare",
         "(self.seed, step, place)",
         "(self.seed, 1, place)",
         "trainer_sampling::test_a_run_names_each_stream_by_seed_step_and_place",
     ),
     "each process numbers its prompts from 0": (
-        "Training.train_step",
+        "Learner.prepare",
         "distributed.share([(self.seed, step, place) for place in range(len(examples))])",
         "[(self.seed, step, place) for place in range(len(distributed.share(examples)))]",
         "trainer_ranks::test_two_processes_train_like_one[ddp]",
@@ -191,6 +191,12 @@ FAULTS: dict[str, Fault] = {
         "return logits, probabilities.to(weights.dtype), experts",
         "return output",
         "compare::test_replayed_routing_computes_with_the_recorded_experts",
+    ),
+    "a diverged training loses the others": (
+        "studies/compare:train",
+        "break",
+        "raise",
+        "compare::test_a_training_that_is_not_finite_stops_and_the_others_are_kept",
     ),
     "changed prompts accepted": (
         "start_of",
@@ -271,7 +277,7 @@ FAULTS: dict[str, Fault] = {
         "trainer_held_out::test_a_resumed_run_compares_with_its_first_evaluation",
     ),
     "a process that stops alone": (
-        "Training.evaluate",
+        "Learner.evaluate",
         "together = joined(distributed.gather(joined(rewards)))",
         "together = joined(rewards)",
         "trainer_ranks::test_processes_stop_together_if_the_calls_of_all_fail",
@@ -403,7 +409,7 @@ FAULTS: dict[str, Fault] = {
         "integrations/trainer_zero_advantage::test_all_processes_run_equally_many_rows[2-expected1]",
     ),
     "a stopped run saves the moments of the next step": (
-        "Training.train_step",
+        "Learner.prepare",
         "running = replace(self.running)",
         "running = self.running",
         "trainer_resume::test_a_run_that_skips_answers_continues_to_the_bit",

@@ -14,8 +14,9 @@ from tolerance import PARAMETER_ABSOLUTE
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
-from gspo_kernels import linear_log_probs
+from gspo_kernels import Objective, linear_log_probs
 from gspo_kernels.benchmarks.studies import compare, compare_report
+from gspo_kernels.integrations.reference_trainer import trainer
 from gspo_kernels.integrations.reference_trainer.measures import router_sums
 from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy, make_policy
 from gspo_kernels.integrations.reference_trainer.routing import routing, stacked
@@ -112,34 +113,73 @@ def test_a_mixture_is_trained_with_and_without_replay() -> None:
 
 
 def test_bodies_and_samplers_in_half_precision_are_compared_with_fp32() -> None:
-    """Old log-probs from the sampler clip in the first update, recomputed ones do not. GRPO's window is wider."""
+    """Old log-probs from the sampler clip in the first update, recomputed ones do not. GRPO's window is wider.
+
+    Full logits in half precision change log-probs, and so the training.
+    """
     results = trained(["gspo", "grpo"], "rounding", 0, learning_rate=5e-3)
     _, rows = compare_report.rows(results)
-    shown = ["GSPO", *(f"GSPO + {body}" for body in compare.BODIES), "GSPO + bf16 sampler"]
-    assert [row[0] for row in rows[:6]] == shown
+    bodies = [f"GSPO + {body}{head}" for body in compare.BODIES for head in ("", compare_report.FULL_LOGITS)]
+    assert [row[0] for row in rows[:10]] == ["GSPO", *bodies, "GSPO + bf16 sampler"]
     by_update = {arm: runs[0]["by update"] for arm, runs in results["runs"].items()}
     first = {arm: x["clip_fraction"][0] for arm, x in by_update.items()}
     assert first.pop("gspo" + compare_report.SAMPLER) > 0.05 and set(first.values()) == {0}
     for arm, x in by_update.items():
         assert ("rollout_weight_mean" in x) == arm.endswith(("TIS", "MIS"))
     assert by_update["gspo" + compare_report.TIS]["rollout_weight_mean"][0] != 1
-    assert len({str(by_update[f"gspo + {body}"]["entropy"]) for body in compare.BODIES}) == len(compare.BODIES)
+    assert len({str(by_update[label.replace("GSPO", "gspo")]["entropy"]) for label in bodies}) == len(bodies)
+    assert compare_report.head_changes(results).keys() == {x for x in by_update if x.endswith("full logits")}
+    assert compare_report.verdicts(results)["head"].startswith("Full logits instead of our head change no score")
 
 
-def test_a_training_that_is_not_finite_stops_and_its_later_evaluations_count_as_0(
-    monkeypatch: pytest.MonkeyPatch,
+def test_full_logits_in_fp32_train_like_our_head() -> None:
+    arms = {"ours": compare.Arm(Objective()), "full": compare.Arm(Objective(), full_logits=True)}
+    (ours,), (full,) = compare.compare(arms, [0], [CONFIG], "rounding", str)["runs"].values()
+    for name, values in ours["by update"].items():
+        assert full["by update"][name] == pytest.approx(values, rel=1e-3, abs=1e-6), name
+
+
+def test_a_window_is_chosen_by_equal_clip_fractions_and_lengths_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(compare.WARM_UP, "steps", 2)
+    results = trained(["gspo", "gspo-token", "grpo"], "long", 0)
+    runs = results["runs"]
+    arms = [f"gspo{compare_report.WINDOW}{factor:g}" for factor in compare.WINDOWS["gspo"]]
+    assert list(runs)[: 1 + len(arms)] == ["gspo", *arms]
+    for name, curve in runs["gspo"][0]["over training"].items():  # with one advantage per sequence, both are the same
+        assert runs["gspo-token"][0]["over training"][name] == pytest.approx(curve, rel=1e-5), name
+    shares = (0.4, 0.02, 0.001), (0.01, 0.03, 0.2)
+    for name, of_arms in zip(("gspo", "grpo"), shares, strict=True):
+        for arm, share in zip(compare_report.of_objective(runs, name), of_arms, strict=True):
+            runs[arm][0]["by update"]["token_clip_fraction"] = [share]
+    assert compare_report.matched(runs) == (arms[0], f"grpo{compare_report.WINDOW}{compare.WINDOWS['grpo'][0]:g}")
+    sentence = compare_report.verdicts(results)["windows"]
+    assert sentence.startswith("With the paper's windows, GSPO clips 40% of its tokens and GRPO 1%, and it is not")
+    compare_report.draw(results, tmp_path / "figure.png")
+    grown = [{**runs["gspo"][0], "over training": {"answer_tokens": [80.0, 90.0 + i]}} for i in range(3)]
+    assert compare_report.lengths({"gspo": grown}) == "with GSPO, answers grow (+11.0 (+8.5 to +13.5) tokens)"
+
+
+def test_a_training_that_is_not_finite_stops_and_the_others_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls = iter(range(100))
 
     def diverge(*arguments: Any) -> Any:
-        if next(calls) == CONFIG.updates_per_rollout:  # the first update of the second rollout
+        # the first update of the first training's second rollout, and of the second training's first rollout
+        if next(calls) in (CONFIG.updates_per_rollout, CONFIG.updates_per_rollout + 1):
             arguments[1].head.weight.data.fill_(torch.nan)
         return update(*arguments)
 
-    update = compare.update
-    monkeypatch.setattr(compare, "update", diverge)
-    ((run,),) = trained(["gspo"], "dense", 0)["runs"].values()
-    assert run["held-out reward"][1] > 0 == run["held-out reward"][2] and compare_report.collapsed(run)
+    update = trainer.update
+    monkeypatch.setattr(trainer, "update", diverge)
+    results = trained(["gspo", "grpo"], "dense", 0)
+    (gspo,), (grpo,) = results["runs"].values()
+    assert gspo["held-out reward"][1] > 0 == gspo["held-out reward"][2] and compare_report.collapsed(gspo)
+    assert grpo["held-out reward"][0] > 0 == sum(grpo["held-out reward"][1:]) and grpo["by update"] == {}
+    assert [row[-1] for row in compare_report.rows(results)[1]][1] == "-"  # tokens clipped
+    compare_report.draw(results, tmp_path / "figure.png")
 
 
 def runs_of(*grid: tuple[float, list[float]]) -> list[dict[str, Any]]:
@@ -212,7 +252,7 @@ def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: py
     ("option", "message"),
     [
         (["--objectives", "gspo,gsop"], "--objectives: "),
-        (["--study", "mix"], "--study: expected dense, moe, rounding, got 'mix'"),
+        (["--study", "mix"], "--study: expected dense, moe, rounding, long, got 'mix'"),
         (["--seeds", "1,1"], "got '1,1'"),
         (["--learning-rates", "fast"], "--learning-rates: expected different numbers separated by commas"),
         (["--learning-rates", "0"], "--learning-rates, --updates: learning_rate: expected a number above 0"),

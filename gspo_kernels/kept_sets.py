@@ -149,23 +149,7 @@ class KeptSets(NamedTuple):
         check.number("top_p", top_p, "a number > 0 and at most 1", lambda x: 0 < x <= 1)
         check.number("min_p", min_p, "a number from 0 to below 1", lambda x: 0 <= x < 1)
         z = logits.flatten(0, -2).double() / temperature
-
-        def apply_min_p(z: Tensor) -> Tensor:
-            p = z.softmax(-1)
-            return z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf) if min_p > 0 else z
-
-        if order == "vllm":
-            z = apply_min_p(z)
-        if top_k:
-            z = z.masked_fill(z < z.topk(min(int(top_k), z.shape[-1])).values[..., -1:], -torch.inf)
-        if top_p < 1:
-            ascending, index = z.sort(dim=-1)
-            dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-            dropped[..., -1] = False
-            z = z.masked_fill(dropped.scatter(-1, index, dropped), -torch.inf)
-        if order == "transformers":
-            z = apply_min_p(z)
-        return KeptSets.from_mask(z > -torch.inf, empty=empty)
+        return KeptSets.from_mask(kept_by_sampler(z, top_k, top_p, min_p, order), empty=empty)
 
     def to(self, device: torch.device | str) -> KeptSets:
         """Move the sets to a device."""
@@ -196,6 +180,25 @@ class KeptSets(NamedTuple):
     def sizes(self) -> Tensor:
         """The number of ids of each token, [N]."""
         return self.offsets[1:] - self.offsets[:-1]
+
+
+def kept_by_sampler(z: Tensor, top_k: int | None, top_p: float, min_p: float, order: str = "vllm") -> Tensor:
+    """Say which ids a sampler keeps, [N, V] bool, from logits after the temperature, [N, V]. See `from_logits`."""
+
+    def apply_min_p(z: Tensor) -> Tensor:
+        p = z.softmax(-1)
+        return z.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf) if min_p > 0 else z
+
+    if order == "vllm":
+        z = apply_min_p(z)
+    if top_k:
+        z = z.masked_fill(z < z.topk(min(int(top_k), z.shape[-1])).values[..., -1:], -torch.inf)
+    if top_p < 1:
+        ascending, index = z.sort(dim=-1)
+        dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        dropped[..., -1] = False
+        z = z.masked_fill(dropped.scatter(-1, index, dropped), -torch.inf)
+    return (apply_min_p(z) if order == "transformers" else z) > -torch.inf
 
 
 def _offsets(sizes: Tensor) -> Tensor:

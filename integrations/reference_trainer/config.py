@@ -31,7 +31,7 @@ CHOICES = {
 AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts warn_after"
 AT_LEAST_ZERO = (
     "micro_batch_size threads initial_new_tokens length_steps max_prompt_tokens warmup_updates lora_rank "
-    "checkpoint_every clip_noise_every samples weight_decay"
+    "checkpoint_every clip_noise_every samples weight_decay top_k"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
 ACCEPTED: dict[str, Any] = {"bool": bool, "int": Integral, "float": Real, "Step": Step, "Objective": Objective}
@@ -45,8 +45,7 @@ class TrainConfig:
     """The options of one run. The defaults here are for the demo. `train_config` has the defaults for a checkpoint.
 
     Sizes count sequences or tokens. On the command line and in a file, the fields of `Objective` are options too:
-    objective=dapo clip_high=0.3. Answers are sampled from the whole distribution, without top-p and top-k, because the
-    loss needs the log-probs of the distribution that was sampled from.
+    objective=dapo clip_high=0.3.
     """
 
     # The run
@@ -70,6 +69,10 @@ class TrainConfig:
     prompts_per_step: int = 32
     group_size: int = 8  # answers per prompt
     temperature: float = 1.0  # of sampling and of the loss; evaluation is greedy
+    top_k: int = 0  # sample only from this number of likeliest tokens; 0: all
+    top_p: float = 1.0  # sample only from the likeliest tokens with this total probability
+    min_p: float = 0.0  # sample only tokens with this probability relative to the likeliest token's
+    replay_kept_sets: bool = True  # with top_k, top_p or min_p: log-probs over the ids that the sampler kept
     sampler_precision: str = ""  # bf16: sample with weights rounded to bf16, as an inference engine has them
     max_new_tokens: int = 7  # longest answer
     initial_new_tokens: int = 0  # longest answer in the first step; 0: max_new_tokens
@@ -137,6 +140,10 @@ class TrainConfig:
             require(name, getattr(self, name) in values, f"one of {', '.join(map(repr, values))}")
         require("report_to", set(self.report_to) <= {"tensorboard", "wandb"}, "tensorboard, wandb or both")
         require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
+        require("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        require("min_p", 0 <= self.min_p < 1, "a number from 0 to below 1")
+        truncated = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        require("clip_noise_every", not (truncated and self.clip_noise_every), "0 with top_k, top_p or min_p")
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
         with_entropy = "0 with an entropy bonus (entropy_coef above 0)"
         require("gradient_budget", not (self.gradient_budget and self.objective.entropy_coef), with_entropy)

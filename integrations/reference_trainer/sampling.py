@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +14,28 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from gspo_kernels import KeptSets
+from gspo_kernels.kept_sets import kept_by_sampler
+
 from ..tasks import Example, Task
 from ..tasks.rewards import Prompt
 from .config import InputError, TrainConfig
 from .policy import Policy, decoder_config
+
+
+class Truncation(NamedTuple):
+    """Restricts sampling to likely tokens, in the order of vLLM: min_p, top_k, top_p."""
+
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self != UNTRUNCATED
+
+
+UNTRUNCATED = Truncation()
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,15 @@ class Rollout:
     truncated: Tensor  # [B] bool: the answer was cut at max_new_tokens
     turns: list[list[str]]  # what the policy wrote in each turn of B answers
     log_probs: Tensor  # [B, T] fp32, computed while sampling; 0 for greedy decoding and at tokens of replies or padding
+    # With truncated sampling: the ids that each answer's tokens were sampled from, as a `KeptSets` of T tokens each.
+    kept: list[KeptSets] | None = None
+
+    @property
+    def kept_sets(self) -> KeptSets | None:
+        """The ids that the B * T tokens were sampled from; None without truncated sampling."""
+        if self.kept is None:
+            return None
+        return KeptSets.from_samples([(sets.ids, sets.offsets) for sets in self.kept]).to(self.input_ids.device)
 
     @property
     def answer_ids(self) -> Tensor:
@@ -53,18 +80,22 @@ class Dialogue:
     sampled: list[bool] = field(default_factory=list)  # for each token of `ids`: whether the policy sampled it
     turn_of: list[int] = field(default_factory=list)  # for each token of `ids`: its turn
     log_probs: list[float] = field(default_factory=list)  # for each token of `ids`; 0 in replies and greedy answers
+    kept: list[list[int]] = field(default_factory=list)  # for each token of `ids`: the ids kept; [] if not truncated
     text: str = ""  # turns and replies
     turns: list[str] = field(default_factory=list)
     done: bool = False
     truncated: bool = False
 
-    def add(self, ids: Sequence[int], text: str, log_probs: Sequence[float] | None) -> None:
+    def add(
+        self, ids: Sequence[int], text: str, log_probs: Sequence[float] | None, kept: Sequence[list[int]] = ()
+    ) -> None:
         """Append the tokens of a turn, which the policy sampled, or of a reply. A reply has no `log_probs`."""
         sampled = log_probs is not None
         if sampled:
             self.turns.append(text)
         self.text += text
         self.ids += ids
+        self.kept += kept or [[] for _ in ids]
         self.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
         self.sampled += [sampled] * len(ids)
         self.turn_of += [len(self.turns) - 1] * len(ids)
@@ -96,11 +127,14 @@ def converse(
     group_size: int = 1,
     max_new_tokens: int,
     temperature: float | None,
+    truncation: Truncation = UNTRUNCATED,
     task: Task | None = None,
     seeds: Sequence[Sequence[int]] | None = None,
     width: int = 0,
 ) -> list[Dialogue]:
     """Sample `group_size` consecutive answers per example. A temperature of None means greedy decoding.
+
+    `truncation` restricts the tokens to sample from. Log-probs are then over the kept ids.
 
     `task` has the replies of a dialogue; without it, an answer has one turn. An answer ends after `task.max_turns`
     turns, or when `task.reply` returns None. It has at most `max_new_tokens` tokens, replies included. An answer that
@@ -122,14 +156,15 @@ def converse(
             break
         rooms = [max_new_tokens - len(dialogue.ids) for dialogue in active]
         ahead = [row[len(d.ids) :] for row, d in zip(numbers, dialogues, strict=True) if not d.done]
-        answers, log_probs = generate(policy, [d.prompt + d.ids for d in active], ahead, temperature, width)
+        contexts = [d.prompt + d.ids for d in active]
+        answers, log_probs, kept = generate(policy, contexts, ahead, temperature, truncation, width)
         cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
         ends = [bool(ids) and ids[-1] in end_tokens(policy) for ids in cut]
         # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that rewards do not see.
         bodies = [ids[: len(ids) - ended] for ids, ended in zip(cut, ends, strict=True)]
         texts = policy.tokenizer.batch_decode(bodies, skip_special_tokens=False)
-        for dialogue, ids, text, ended, row in zip(active, cut, texts, ends, log_probs, strict=True):
-            dialogue.add(ids, text, row[: len(ids)])
+        for dialogue, ids, text, ended, row, sets in zip(active, cut, texts, ends, log_probs, kept, strict=True):
+            dialogue.add(ids, text, row[: len(ids)], sets[: len(ids)])
             dialogue.truncated = not ended
             dialogue.done = True
             if ended and task is not None and task.reply is not None and turn + 1 < task.max_turns:
@@ -150,14 +185,20 @@ def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_toke
 
 
 def generate(
-    policy: Policy, prompts: Sequence[list[int]], numbers: Sequence[np.ndarray], temperature: float | None, width: int
-) -> tuple[list[list[int]], list[list[float]]]:
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    numbers: Sequence[np.ndarray],
+    temperature: float | None,
+    truncation: Truncation,
+    width: int,
+) -> tuple[list[list[int]], list[list[float]], list[list[list[int]]]]:
     """Continue token ids up to and including the first end-of-sequence token, or for as many tokens as `numbers` has.
 
     `numbers` has a row of uniform numbers in [0, 1) per prompt, which choose the tokens, unless temperature is None.
 
     Returns:
-        For each prompt the new ids, and for each new id its log-prob (0 if temperature is None).
+        For each prompt the new ids, for each new id its log-prob (0 if temperature is None), and for each new id the
+        ids that were kept (none if not truncated).
     """
     ids, mask = left_padded(policy, prompts, width)
     room = max(map(len, numbers))
@@ -165,7 +206,7 @@ def generate(
     chosen = None
     if temperature is not None:
         uniform = pad_sequence([torch.from_numpy(row) for row in numbers], batch_first=True)  # [B, room]
-        chosen = ChosenTokens(uniform.to(ids.device), temperature)
+        chosen = ChosenTokens(uniform.to(ids.device), temperature, truncation)
         options["logits_processor"] = LogitsProcessorList([chosen])
     if policy.has_routers:  # the routers' loss needs all positions, but a step with a cache sees only one
         options["output_router_logits"] = False
@@ -178,7 +219,9 @@ def generate(
     log_probs = torch.stack(computed, dim=1) if computed else torch.zeros(out.shape)  # [B, T]
     rows = zip(out.tolist(), log_probs.tolist(), lengths.tolist(), strict=True)
     cut = [(ids[:length], of_ids[:length]) for ids, of_ids, length in rows]
-    return [ids for ids, _ in cut], [of_ids for _, of_ids in cut]
+    steps = chosen.kept if chosen else []
+    kept = [[step[row] for step in steps[:length]] for row, length in enumerate(lengths.tolist())]
+    return [ids for ids, _ in cut], [of_ids for _, of_ids in cut], kept
 
 
 class ChosenTokens(LogitsProcessor):
@@ -187,13 +230,20 @@ class ChosenTokens(LogitsProcessor):
     `generate` would draw all answers of a batch from one stream, so that each answer depended on the others.
     """
 
-    def __init__(self, uniform: Tensor, temperature: float) -> None:
+    def __init__(self, uniform: Tensor, temperature: float, truncation: Truncation) -> None:
         self._columns = iter(uniform.unbind(1))
         self._temperature = temperature
+        self._truncation = truncation
         self.log_probs: list[Tensor] = []  # [B] fp32 for each step
+        self.kept: list[list[list[int]]] = []  # for each step and row, the kept ids; [] if nothing is truncated
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = scores / self._temperature
+        if self._truncation.is_on:
+            kept = kept_by_sampler(logits.double(), *self._truncation)
+            logits = logits.masked_fill(~kept, -math.inf)
+            ids, sizes = kept.nonzero()[:, 1].cpu(), kept.sum(1).tolist()
+            self.kept.append([row.tolist() for row in ids.split(sizes)])
         tokens = choose(logits, next(self._columns))
         self.log_probs.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
         return scores.scatter(1, tokens[:, None], math.inf)
@@ -223,6 +273,9 @@ def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
     pad = policy.tokenizer.pad_token_id
     prompt_ids, prompt_mask = left_padded(policy, [dialogue.prompt for dialogue in dialogues])
     answer_ids = right_padded([dialogue.ids for dialogue in dialogues], pad).to(device)
+    truncated = any(any(dialogue.kept) for dialogue in dialogues)
+    length = answer_ids.shape[1]
+    kept = [KeptSets.from_lists([dialogue.kept], length=length) for dialogue in dialogues] if truncated else None
     attended = right_padded([[1] * len(dialogue.ids) for dialogue in dialogues]).to(device)
     return Rollout(
         torch.cat([prompt_ids, answer_ids], dim=1),
@@ -234,6 +287,7 @@ def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
         torch.tensor([dialogue.truncated for dialogue in dialogues], device=device),
         [dialogue.turns for dialogue in dialogues],
         right_padded([dialogue.log_probs for dialogue in dialogues], dtype=torch.float32).to(device),
+        kept,
     )
 
 

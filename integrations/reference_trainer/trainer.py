@@ -32,7 +32,7 @@ from .policy import PRINTABLE, Policy
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
-from .sampling import Rollout, encode, fitting, padded, sampler_weights
+from .sampling import Rollout, Truncation, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
 from .update import Batch, NotFiniteError, TrainingError, mini_batches, update, with_log_probs
 from .zero_advantage import live_rows, skipping
@@ -121,6 +121,7 @@ class Learner:
         width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
         options: dict[str, Any] = {"group_size": config.group_size, "temperature": config.temperature}
         options |= {"max_new_tokens": config.new_tokens_at(step), "seeds": seeds, "width": width}
+        options["truncation"] = Truncation(config.top_k, config.top_p, config.min_p)
         with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
             answers, rewards = collect(config, self.policy, self.task, distributed.share(examples), **options)
         rollout = padded(self.policy, distributed.gather_lists(answers))

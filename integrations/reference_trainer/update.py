@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels import LossOutput, gspo_fused_loss, linear_log_probs
+from gspo_kernels import KeptSets, LossOutput, gspo_fused_loss, linear_log_probs
 
 from .config import TrainConfig
 from .distributed import gather, gather_rows, share, world
@@ -138,11 +138,17 @@ def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> list[
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
         options |= {"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}
+        options["kept_sets"] = kept_sets(config, rollout)
         return linear_log_probs(hidden, head, rollout.answer_ids, **options).log_probs
 
     with autocast(config, policy), routing(policy.inner) as chosen:
         computed, _ = policy.run(rollout, log_probs)
     return [computed, *([stacked(chosen, len(computed))] if chosen else [])]
+
+
+def kept_sets(config: TrainConfig, rollout: Rollout) -> KeptSets | None:
+    """The ids over which log-probs are computed; None: the full vocabulary."""
+    return rollout.kept_sets if config.replay_kept_sets else None
 
 
 def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
@@ -251,6 +257,7 @@ def loss_of(
             ref_log_probs=batch.ref_log_probs,
             rollout_log_probs=batch.rollout.log_probs if config.objective.rollout_correction else None,
             temperature=config.temperature,
+            kept_sets=kept_sets(config, batch.rollout),
             objective=config.objective,
             entropy=True,
             gradient_budget=config.gradient_budget,

@@ -13,9 +13,16 @@ import torch
 from helpers.reference_runs import rows_of, small
 from tolerance import CHI_SQUARE_DEVIATIONS, MODEL_LOG_PROB_ABSOLUTE
 
-from gspo_kernels.integrations.reference_trainer import policy, read_config, train, update
+from gspo_kernels.integrations.reference_trainer import held_out, policy, read_config, train, update
 from gspo_kernels.integrations.reference_trainer import trainer as loop
-from gspo_kernels.integrations.reference_trainer.sampling import choose, converse, encode, left_padded, padded
+from gspo_kernels.integrations.reference_trainer.sampling import (
+    Truncation,
+    choose,
+    converse,
+    encode,
+    left_padded,
+    padded,
+)
 from gspo_kernels.integrations.tasks import Example, RewardComponent, Rewards, Task
 
 SIX = [Example(f"sort {letters}:", "") for letters in ("abc", "fed", "abc", "c", "fedcba", "ab")]
@@ -139,12 +146,43 @@ def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypa
     used = []
 
     def recorded(*args: Any, **options: Any) -> Any:
-        used.extend(options["seeds"] or [])
+        used.extend(options.get("seeds") or [])
         return converse(*args, **options)
 
-    monkeypatch.setattr(loop, "converse", recorded)
+    monkeypatch.setattr(held_out, "converse", recorded)
     train(small(tmp_path, seeds=(0, 7), steps=2))
     assert used == list(itertools.product((0, 7), (1, 2), range(4)))
+
+
+# Truncated sampling
+
+
+def test_log_probs_over_the_kept_ids_are_those_of_the_sampler(demo: policy.Policy) -> None:
+    truncation = Truncation(top_k=8, top_p=0.8, min_p=0.02)
+    answers = converse(demo, SIX, group_size=2, max_new_tokens=6, temperature=0.9, truncation=truncation, seeds=SEEDS)
+    rollout = padded(demo, answers)
+    sets = rollout.kept_sets
+    assert sets is not None
+    sizes = sets.sizes.view(rollout.answer_mask.shape)
+    assert (sizes[rollout.answer_mask] >= 1).all() and not sizes[~rollout.answer_mask].any() and sizes.max() <= 8
+    for replayed in (True, False):
+        config = read_config(texts=["temperature=0.9", f"replay_kept_sets={str(replayed).lower()}"])
+        computed, *_ = update.log_probs_of(config, demo, rollout)
+        difference = (computed - rollout.log_probs)[rollout.answer_mask]
+        if replayed:
+            assert difference.abs().max() <= MODEL_LOG_PROB_ABSOLUTE
+        else:  # log of the kept ids' probability
+            assert difference.max() <= MODEL_LOG_PROB_ABSOLUTE and difference.mean() < -0.02
+    some = update.take(rollout, torch.tensor([3, 1])).kept_sets
+    assert torch.equal(some.sizes, sizes[[3, 1]].flatten())
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_run_with_truncated_sampling_starts_at_a_ratio_of_1_only_with_replay(tmp_path: Path, replayed: bool) -> None:
+    options: dict[str, Any] = dict(top_p=0.7, top_k=12, replay_kept_sets=replayed, updates_per_rollout=1, steps=1)
+    report = train(small(tmp_path, old_log_probs="sampler", **options))
+    (row,) = [row for row in rows_of(report.folder) if row["step"]]
+    assert (abs(row["ratio_mean"] - 1) < 1e-5) == replayed and ("kept_singletons" in row) == replayed
 
 
 # Rewards that use random numbers

@@ -132,7 +132,7 @@ def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | Non
     config = train_config(**shared, model=source)
     components = components or tuple(map(load_reward, config.reward))
     if config.data is not None:
-        task, prompts = task_of_file("data", config.data, config, components)
+        task, prompts = task_of_file("data", config.data, config, components, "eval_prompts" in given)
     elif config.task:
         task = task_by_name(config.task, config.eval_prompts, components)
         prompts = f"{config.task}: {task.split}"
@@ -149,9 +149,10 @@ def evaluation_of_run(
     options = replace(options, seed=then["seeds"][0] if options.seed is None else options.seed)
     model = model_of_run(folder, then["seeds"], options.seed)
     shared = {name: then[name] for name in SHARED if name in then and name not in ("data", "eval_prompts")}
-    shared |= {"task": ""} if "data" in given else {}
-    config = train_config(**{**shared, **given, "model": model})
     from_python = record.get("from_python", [])
+    has_task = not then.get("data") and "task" not in from_python and "data" not in given
+    shared["task"] = (then.get("task") or "sorting") if has_task else ""
+    config = train_config(**{**shared, **given, "model": model})
     if from_python and not components and "reward" not in given:
         raise InputError(
             f"reward: expected reward=file.py:function, because {folder} was started with "
@@ -160,19 +161,26 @@ def evaluation_of_run(
     components = components or tuple(map(load_reward, config.reward))
     path = config.data or folder / HELD_OUT
     if "task" not in given:
-        return checked(Evaluation(config, options, *task_of_file("data", path, config, components)))
+        return checked(
+            Evaluation(config, options, *task_of_file("data", path, config, components, "eval_prompts" in given))
+        )
     task = task_by_name(config.task, config.eval_prompts, components)
     return checked(Evaluation(config, options, task, f"{config.task}: {task.split}"))
 
 
 def task_of_file(
-    option: str, path: Path, config: TrainConfig, components: tuple[RewardComponent, ...]
+    option: str, path: Path, config: TrainConfig, components: tuple[RewardComponent, ...], is_limited: bool
 ) -> tuple[Task, str]:
-    """Make a task whose held-out prompts are all prompts of a file. Also return what to call them."""
+    """Make a task whose held-out prompts are those of a file. Also return what to call them.
+
+    Args:
+        is_limited: take only the first `config.eval_prompts` prompts.
+    """
     named = task_by_name(config.task, config.eval_prompts, components) if config.task else None
     examples = read_examples(option, path, needs_answer=not components and named is None)
     if not examples:
         raise InputError(f"{option} {path}: expected at least 1 prompt, got 0")
+    examples = examples[: config.eval_prompts] if is_limited else examples
     if named is not None:
         return replace(named, train=(), held_out=examples), str(path)
     default = (RewardComponent("answer_found", 1.0, answer_found),)

@@ -39,7 +39,7 @@ MODEL_STATE = "trainer_state.json"  # in the folder of a model: the seed and the
 HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 # Numbers in the line of each step that the summary of a run needs.
 SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
-STILL = 3e-5  # a ratio closer to 1 has not moved: a tenth of GSPO's clip window
+STILL = 1e-4  # a ratio closer to 1 has not moved: a third of GSPO's clip window
 
 
 def lacks_signal(row: Row) -> bool:

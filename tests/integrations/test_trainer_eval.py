@@ -79,6 +79,13 @@ def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> 
     assert report["prompts"] == 5 and list(report["rewards"]["total"]) == ["greedy", "sampled", "pass@1"]
 
 
+def test_a_run_of_the_demo_has_the_rewards_of_its_task(tmp_path: Path) -> None:
+    folder = train(small(tmp_path, steps=1, save=True)).folder
+    last = rows_of(folder)[-1]["eval_reward"]
+    assert 0 < last == pytest.approx(gspo_eval(folder, "n=0")["rewards"]["total"]["greedy"]["mean"])
+    assert gspo_eval(folder, "n=0", "eval_prompts=3")["prompts"] == 3
+
+
 def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
     def short(completion: str) -> float:
         return float(len(completion) < 9)

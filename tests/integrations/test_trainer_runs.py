@@ -227,7 +227,7 @@ def test_a_learning_rate_that_moves_nothing_is_hinted_at_once(
     options: dict[str, Any] = dict(lora_rank=2, warn_after=3, steps=8)
     train(small(tmp_path, learning_rate=1e-8, **options))
     hint = (
-        "HINT: in 3 consecutive steps of seed 0, nothing was clipped, and no ratio moved by 3e-05 from 1. "
+        "HINT: in 3 consecutive steps of seed 0, nothing was clipped, and no ratio moved by 0.0001 from 1. "
         "learning_rate=1e-08 is probably too low: raise it until clip_fraction is 0.1 to 0.4. LoRA needs about 10 "
         "times the learning rate of full fine-tuning.\n"
     )

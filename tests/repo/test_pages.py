@@ -51,7 +51,11 @@ BLOCKS = {
         *["repo/test_docs.py"] * 3,
     ],
     "tasks.md": ["repo/test_pages.py::test_the_trainers_manual_runs", "run", "run"],
-    "trainer.md": ["repo/test_pages.py::test_the_trainers_manual_runs", "options"],
+    "trainer.md": [
+        "repo/test_pages.py::test_the_trainers_manual_runs",
+        "repo/test_pages.py::test_the_manuals_run_is_evaluated_and_exported",
+        "options",
+    ],
     "trainers/megatron.md": ["trainers/test_megatron.py"],
     "trainers/ms_swift.md": ["trainers/test_ms_swift.py"] * 2,
     "trainers/openrlhf.md": ["trainers/test_openrlhf.py"] * 2,
@@ -113,19 +117,45 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
         assert runner == "copy" and f"```{language}\n{code}```" in INTEGRATIONS + SCALE
 
 
-def test_the_trainers_manual_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands load their model, prompts and rewards, and would train."""
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enter a folder with the files that the manual's commands name."""
     monkeypatch.chdir(tmp_path)
     (_, prompts), (_, rewards), _ = PAGES["tasks.md"]
-    assert all({"prompt", "answer"} == json.loads(line).keys() for line in prompts.splitlines())
+    assert all({"prompt", "answer"} <= json.loads(line).keys() for line in prompts.splitlines())
     lines = "".join(f'{{"prompt": "How many legs do {n} spiders have?", "answer": {8 * n}}}\n' for n in range(1, 99))
     Path("FILE").write_text(lines)
     Path("rewards.py").write_text(rewards)
     Path("run.yaml").write_text("model: FOLDER\ndata: FILE\n")
     demo_policy(" ?Hadeghilmnopsvwy0123456789").save(Path("FOLDER"))
+
+
+@pytest.mark.usefixtures("user")
+def test_the_trainers_manual_runs() -> None:
+    """The commands load their model, prompts and rewards, and would train."""
     commands = [line.partition("#")[0].split() for line in PAGES["trainer.md"][0][1].splitlines()]
     started: list[Any] = [command for command in commands if command[0] == "gspo" and "--resume" not in command]
     assert len(started) == 4  # the other tests of the trainer resume runs and start torchrun
     for command in started:
         result = CliRunner().invoke(app, [*command[1:], "--dry-run"])
         assert result.exit_code == 0, (command, result.output)
+
+
+@pytest.mark.usefixtures("user")
+def test_the_manuals_run_is_evaluated_and_exported() -> None:
+    sizes = dict(steps=1, prompts_per_step=2, group_size=2, updates_per_rollout=2, eval_prompts=2, max_new_tokens=3)
+    options = [f"{name}={x}" for name, x in sizes.items()]
+    options += [
+        "model=FOLDER",
+        "data=FILE",
+        "name=mine",
+        "reward=rewards.py:boxed,0.1*rewards.py:short,rewards.py:digits",
+    ]
+    commands = [line.partition("#")[0].split() for line in PAGES["trainer.md"][1][1].splitlines()]
+    assert [command[1] for command in commands] == ["eval", "eval", "eval", "export"]
+    for command in (["gspo", "train", *options], *commands):
+        assert command[0] == "gspo"
+        few = ["eval_prompts=2", "max_new_tokens=3"] if command[1] == "eval" else []
+        result = CliRunner().invoke(app, [*command[1:], *few])
+        assert result.exit_code == 0, (command, result.output)
+    assert Path("boxed-model", "config.json").exists() and len(Path("answers.jsonl").read_text().splitlines()) == 2 * 5

@@ -240,7 +240,7 @@ def drift(results: Results) -> str:
     """Name the budgets whose entropy or reward drifts."""
     apart = results["differences"]
     drifting = [f"the {key} at {arm}" for key in apart for arm, x in apart[key].items() if compare_report.sign(x)]
-    return f"We see drift in {' and '.join(drifting)}" if drifting else "We see no drift"
+    return f"We see drift of {' and '.join(drifting)}" if drifting else "We see no drift of entropy or reward"
 
 
 def budgets(results: Results) -> dict[str, Any]:

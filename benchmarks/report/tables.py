@@ -14,6 +14,7 @@ Results = dict[str, Any]
 Texts = dict[str, str]
 Cell = Callable[[Results], str]
 NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
+ROLLOUTS = 40  # the default of `gspo compare`
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
 # Measurements on a GPU: groups that compare implementations, shapes, kernels, and products.
@@ -263,6 +264,17 @@ def budgets(results: Results) -> dict[str, Any]:
     return {"table": table(header, rows), "verdict": drift(results), "updates": updates, "before": before, **missed}
 
 
+def rounding(results: Results) -> dict[str, Any]:
+    runs, steps = results["runs"], results["settings"]["steps"]
+    plain = [arm for arm in runs if arm == compare_report.plain(arm)]
+    command = "gspo compare --study rounding"
+    command += f" --objectives {','.join(plain)}" if plain != ["gspo", "grpo"] else ""
+    command += f" --steps {steps}" if steps != ROLLOUTS else ""
+    changes = len(compare_report.changes(results))
+    texts = {"objectives": " and ".join(map(compare_report.label, plain)), "command": command, "changes": changes}
+    return {"table": table(*compare_report.rows(results)), **texts}
+
+
 def long(results: Results) -> dict[str, Any]:
     first = next(iter(results["runs"].values()))[0]
     shown = {"rate": first["learning rate"], "updates": first["updates"], "warm_up": results["settings"]["warm_up"]}
@@ -334,9 +346,10 @@ def gpu(results: Results) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Results], dict[str, Any]]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
-    "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu, "long": long,
+    "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu, "rounding": rounding,
+    "long": long,
     **dict.fromkeys(
-        ("compare", "moe", "rounding"),
+        ("compare", "moe"),
         lambda results: {"table": table(*compare_report.rows(results))},
     ),
 }  # fmt: skip  # by suite

@@ -214,7 +214,9 @@ def draw_budgets(results: Results, path: Path) -> None:
             mean = [fmean(values) for values in zip(*(x["over training"][key] for x in records), strict=True)]
             panel.plot(middles, mean, color=color, lw=1.8, label=arm)
         panel.set(title=text, xlabel="rollouts")
-    figure.suptitle(f"{drift(results)} in {len(first)} trainings each", fontsize=11, weight="bold")
+    passes = [f"{fmean(x['mean']['passes'] for x in records):.2f}" for records in results["runs"].values()]
+    finding = f"With budgets of 1e-3 and 1e-2, a step takes {passes[1]} and {passes[2]} passes instead of {passes[0]}."
+    figure.suptitle(f"{finding}\n{drift(results)}, in {len(first)} trainings each", fontsize=11, weight="bold")
     save(figure, path, axes[0])
 
 

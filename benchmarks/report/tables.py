@@ -15,6 +15,7 @@ Results = dict[str, Any]
 Texts = dict[str, str]
 Cell = Callable[[Results], str]
 NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
+ROLLOUTS = 40  # the default of `gspo compare`
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
 # Measurements on a GPU: groups that compare implementations, shapes, kernels, and products.
@@ -265,7 +266,7 @@ def drift(results: Results) -> str:
     """Name the budgets whose entropy or reward drifts."""
     apart = results["differences"]
     drifting = [f"the {key} at {arm}" for key in apart for arm, x in apart[key].items() if compare_report.sign(x)]
-    return f"We see drift in {' and '.join(drifting)}" if drifting else "We see no drift"
+    return f"We see drift of {' and '.join(drifting)}" if drifting else "We see no drift of entropy or reward"
 
 
 def budgets(results: Results) -> dict[str, Any]:
@@ -286,6 +287,17 @@ def budgets(results: Results) -> dict[str, Any]:
     updates = settings["steps"] * settings["updates_per_rollout"]
     before = next(iter(runs.values()))[0]["held-out reward"][0]
     return {"table": table(header, rows), "verdict": drift(results), "updates": updates, "before": before, **missed}
+
+
+def rounding(results: Results) -> dict[str, Any]:
+    runs, steps = results["runs"], results["settings"]["steps"]
+    plain = [arm for arm in runs if arm == compare_report.plain(arm)]
+    command = "gspo compare --study rounding"
+    command += f" --objectives {','.join(plain)}" if plain != ["gspo", "grpo"] else ""
+    command += f" --steps {steps}" if steps != ROLLOUTS else ""
+    changes = len(compare_report.changes(results))
+    texts = {"objectives": " and ".join(map(compare_report.label, plain)), "command": command, "changes": changes}
+    return {"table": table(*compare_report.rows(results)), **texts}
 
 
 def long(results: Results) -> dict[str, Any]:
@@ -359,9 +371,10 @@ def gpu(results: Results) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Results], dict[str, Any]]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "skip": skip, "sparsity": sparsity, "policy": policy,
-    "kept_sets": kept_sets, "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu, "long": long,
+    "kept_sets": kept_sets, "precision": precision, "fidelity": fidelity, "budgets": budgets, "gpu": gpu,
+    "rounding": rounding, "long": long,
     **dict.fromkeys(
-        ("compare", "moe", "rounding"),
+        ("compare", "moe"),
         lambda results: {"table": table(*compare_report.rows(results))},
     ),
 }  # fmt: skip  # by suite

@@ -45,7 +45,7 @@ class Defaults(NamedTuple):
 DEFAULTS = {
     "dense": Defaults(),
     "moe": Defaults(),
-    "rounding": Defaults(steps=12, learning_rates="1.5e-3", updates="4"),
+    "rounding": Defaults(learning_rates="1.5e-3", updates="4"),
     "long": Defaults("gspo,grpo,luspo", "long-sorting", 14, "5e-4", "4"),
 }
 Option = TypeVar("Option", int, str)

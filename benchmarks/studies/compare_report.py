@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -465,7 +466,8 @@ def draw(results: Results, path: Path) -> None:
             draw_grids(axes, results)
             draw_curves(axes["curves"], results)
             figure.supylabel("mean held-out reward, by learning rate and updates", fontsize=9)
-        figure.suptitle(title(results), fontsize=11, weight="bold")
+        lines = [part for line in title(results).splitlines() for part in textwrap.wrap(line, 100)]
+        figure.suptitle("\n".join(lines), fontsize=11, weight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
 

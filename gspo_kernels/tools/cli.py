@@ -350,7 +350,7 @@ def compare(
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective and setting.")] = "0,1,2,3,4",
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Rollouts per training. (default: 40; rounding: 12; long: 14)")
+        int | None, typer.Option(min=1, help="Rollouts per training. (default: 40; with --study long 14)")
     ] = None,
     learning_rates: Annotated[
         str | None, typer.Option(help="AdamW's. (default: 5e-4,1.5e-3,5e-3; rounding: 1.5e-3; long: 5e-4)")

@@ -6,10 +6,11 @@ The loss of every objective is a sum over the unmasked tokens t of all sequences
 
     lp_it   log-prob of the token
     ref_it  log-prob of the token under the reference policy
-    u       log-ratio, lp_it minus old log-prob: the mean over the sequence, or for ratio="token" the token's value
+    u       log-ratio, lp_it minus old log-prob: the mean over the sequence, or for ratio="sequence-product" its sum, or
+            for ratio="token" the token's value
     s       ratio, exp(u); in the KL term this factor is present only if kl_ratio_factor=True
     A_it    advantage
-    l       surrogate, a function of u and A (for "cispo", "reinforce" and "dppo_*" also of lp_it)
+    l       surrogate, a function of u and A (for SCORES and "dppo_*" also of lp_it)
     o_it    the caller's token weight
     c_it    the aggregation's weight of the token, divided by `normalizer`
     c'_it   the same weight in the KL term's aggregation, divided by `kl_normalizer`
@@ -33,8 +34,9 @@ from .sampler_mismatch import RolloutCorrection
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-RATIOS = ("sequence", "sequence-token", "token")
-SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl")
+RATIOS = ("sequence", "sequence-token", "token", "sequence-product")
+SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl", "vespo", "topr")
+SCORES = ("cispo", "reinforce", "vespo", "topr")  # -A log p times a weight, without a gradient through the weight
 DIVERGENCES = ("dppo_tv", "dppo_kl")  # surrogates that clip by a divergence of the sampled token, not by its ratio
 CLIPPING = ("clip", *DIVERGENCES)  # surrogates that clip whole ratios, with gradient 0 outside the window
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -43,6 +45,10 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")
 # tokens, so its distance from 1 is about sqrt(L) times smaller than a token ratio's: 30 times at 1,000 tokens. GSPO
 # clips at 3e-4, LUSPO at 2e-3.
 TOKEN_WINDOW = 0.04
+# Bounds of vespo in TRL, Liger and the authors' code: on the log-ratio of a token, and on the sum over the sequence.
+VESPO_TOKEN_BOUND = 20.0
+_VESPO_WINDOW = (math.log(1e-8), 20.0)
+_LARGEST_LOG_WEIGHT = 80.0  # exp(80) is finite in fp32
 
 _PPO = {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2}
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -63,6 +69,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "dppo_kl": {
         "ratio": "token", "surrogate": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05, "aggregation": "token-mean",
     },
+    "vespo": {"ratio": "sequence-product", "surrogate": "vespo", "aggregation": "token-mean"},
+    "topr": {"ratio": "sequence-product", "surrogate": "topr", "aggregation": "seq-mean-token-sum"},
 }  # fmt: skip  # a table
 
 
@@ -75,10 +83,15 @@ class Objective:
     Args:
         ratio: "sequence" (GSPO: one length-normalized ratio per sequence), "sequence-token" (GSPO-token, eq. 13-14 of
             the paper: the same value, but one gradient per token, for per-token advantages) or "token" (GRPO, PPO).
+            "sequence-product": pi(y) / pi_old(y) of the sequence y, the product of its tokens' ratios, not normalized
+            by length. It has no gradient here, so it needs one of the surrogates "cispo", "reinforce", "vespo", "topr".
         surrogate: "clip": -min(s A, clip(s) A). "none": -s A. "cispo": -clip(s) A log p, without a gradient through
             the ratio (MiniMax-M1). "sapo": a sigmoid gate instead of a clip (SAPO). "gmpo": -q A, where q is the
             geometric mean of the tokens' bounded ratios (GMPO); needs ratio="sequence". "reinforce": -A log p.
             "dppo_tv", "dppo_kl": -s A, or 0 for tokens outside a trust region (DPPO); these need ratio="token".
+            "vespo": -phi(s) A log p, with phi(s) = exp(lambda) s^k exp(-lambda s), a smooth weight with phi(1) = 1
+            (VESPO, arXiv 2602.10693); needs ratio="sequence-product". "topr": -A log p where A >= 0, otherwise
+            -min(s, 1) A log p (TOPR, arXiv 2503.14286). There is no gradient through phi(s) or min(s, 1).
         clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low < 1. Some surrogates differ.
             "cispo" also accepts clip_low=1, which means no lower bound.
             "gmpo" clips the log-ratio of each token, at clip_high if the advantage is positive and at -clip_low if it
@@ -88,6 +101,9 @@ class Objective:
             drop tokens with p < q and a divergence above clip_low. The divergence is |p - q| for "dppo_tv", and
             q log(q / p) + (1 - q) log((1 - q) / (1 - p)) for "dppo_kl". clip_low may be any
             value >= 0, including inf.
+            "vespo" and "topr" do not read the window. "vespo" bounds the log-ratios of tokens to [-20, 20], and s to
+            [1e-8, exp(20)]; sequences with s outside count as clipped. For "topr", tokens with A < 0 and s > 1 count
+            as clipped at the upper bound. All of these keep a gradient.
         clip_high: see clip_low; >= 0. For cispo, TRL's epsilon_high bounds the ratio itself, so pass
             clip_high = epsilon_high - 1.
         dual_clip: upper bound > 1 on the ratio where the advantage is negative (arXiv 1912.09729); None: no bound. For
@@ -110,10 +126,14 @@ class Objective:
         entropy_coef: the aggregated entropy times this coefficient is subtracted from the loss.
         sapo_temperature_pos: tau in sapo's gate, sigmoid(tau (s - 1)), where the advantage is positive; >= 1e-30.
         sapo_temperature_neg: tau where the advantage is zero or negative; >= 1e-30.
+        vespo_k_pos, vespo_lambda_pos: k and lambda of vespo's phi where the advantage is positive or zero. k >= 0,
+            lambda >= 1e-4, and the largest value of phi, at s = k / lambda, is at most exp(80). Names as in TRL.
+        vespo_k_neg, vespo_lambda_neg: k and lambda where the advantage is negative.
         rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`, or a tuple of them. The loss then
             requires old_log_probs and rollout_log_probs, computes importance weights from them, and multiplies the
             policy term by these weights, as it does with token_weights. With a tuple, the weight of a token is the
-            product of its weights, so corrections at different levels can be combined.
+            product of its weights, so corrections at different levels can be combined. Not with "vespo": there, pass
+            the sampler's log-probs as old_log_probs.
 
     Raises:
         ValueError, TypeError: The message names the field, the expected value and the value received.
@@ -140,6 +160,10 @@ class Objective:
     entropy_coef: float = 0.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     rollout_correction: RolloutCorrection | tuple[RolloutCorrection, ...] | None = None
     # All fields except rollout_correction as one string, the form in which operators take an objective. Each instance
     # has its own. ClassVar says that it is not a field.
@@ -176,6 +200,13 @@ class Objective:
             "entropy_coef": ("a finite number", lambda x: abs(x) <= validation.LARGEST),
             "sapo_temperature_pos": ("a number >= 1e-30, within float32", _valid_sapo_temperature),
             "sapo_temperature_neg": ("a number >= 1e-30, within float32", _valid_sapo_temperature),
+            **dict.fromkeys(
+                ("vespo_k_pos", "vespo_k_neg"), ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST)
+            ),
+            **dict.fromkeys(
+                ("vespo_lambda_pos", "vespo_lambda_neg"),
+                ("a finite number >= 1e-4", lambda x: 1e-4 <= x <= validation.LARGEST),
+            ),
         }  # fmt: skip  # a table
         optional = ("dual_clip", "delta", "length_norm")
         for name, (expected, is_valid) in numbers.items():
@@ -193,6 +224,14 @@ class Objective:
             check.fail("ratio", "'sequence' with surrogate='gmpo', a geometric mean over the sequence", self.ratio)
         if self.surrogate in DIVERGENCES and self.ratio != "token":
             check.fail("ratio", f"'token' with surrogate={self.surrogate!r}, which compares tokens", self.ratio)
+        if self.ratio == "sequence-product" and self.surrogate not in SCORES:
+            expected = f"with ratio='sequence-product', one of {', '.join(map(repr, SCORES))}"
+            check.fail("surrogate", f"{expected}, which have no gradient through the ratio", self.surrogate)
+        if self.surrogate == "vespo":
+            self._check_vespo(check)
+        if self.kl_ratio_factor and self.ratio == "sequence-product":
+            expected = "False with ratio='sequence-product' (kl_estimator='unbiased' multiplies by the token's ratio)"
+            check.fail("kl_ratio_factor", expected, True)
         if self.kl_ratio_factor and self.kl_estimator == "unbiased":
             check.fail("kl_ratio_factor", "False with kl_estimator='unbiased', which already has a ratio factor", True)
         correction = self.rollout_correction
@@ -200,6 +239,19 @@ class Objective:
         if correction is not None and not all(isinstance(x, RolloutCorrection) for x in corrections):
             expected = "a RolloutCorrection, a tuple of at least one RolloutCorrection, or None"
             check.fail("rollout_correction", expected, correction, TypeError)
+
+    def _check_vespo(self, check: validation.Checks) -> None:
+        if self.ratio != "sequence-product":
+            check.fail("ratio", "'sequence-product' with surrogate='vespo'", self.ratio)
+        for side in ("pos", "neg"):
+            k, rate = getattr(self, f"vespo_k_{side}"), getattr(self, f"vespo_lambda_{side}")
+            log_peak = rate + k * (math.log(k / rate) - 1) if k > 0 else rate
+            if log_peak > _LARGEST_LOG_WEIGHT:
+                expected = f"a value for which phi is at most exp({_LARGEST_LOG_WEIGHT:g}), with lambda = {rate:g}"
+                check.fail(f"vespo_k_{side}", expected, k)
+        if self.rollout_correction is not None:
+            expected = "None with surrogate='vespo' (pass the sampler's log-probs as old_log_probs)"
+            check.fail("rollout_correction", expected, self.rollout_correction)
 
     def _warn(self, stacklevel: int, luspo: bool = False) -> None:
         if self.ratio == "token" or self.surrogate not in ("clip", "none"):
@@ -222,7 +274,7 @@ class Objective:
         """Return a named objective, optionally with changed fields: `Objective.preset("dapo", clip_high=0.3)`.
 
         Names: gspo, gspo-token, grpo, dapo, bnpo, dr_grpo (which needs `length_norm`), luspo, cispo, sapo, gmpo,
-        reinforce, dppo_tv, dppo_kl. docs/parity.md lists the objectives of each trainer.
+        reinforce, dppo_tv, dppo_kl, vespo, topr. docs/parity.md lists the objectives of each trainer.
         """
         validation.Checks("Objective.preset").choice("name", name, tuple(_PRESETS))
         known = {f.name for f in fields(cls)}
@@ -254,6 +306,8 @@ class Objective:
     @functools.cached_property
     def log_window(self) -> tuple[float, float]:
         """Bounds (low, high) on log-ratios. For gmpo they apply to tokens, otherwise to what `ratio` selects."""
+        if self.surrogate == "vespo":
+            return _VESPO_WINDOW
         if self.surrogate == "gmpo":
             return -self.clip_low, self.clip_high
         return math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)

@@ -36,8 +36,8 @@ class LossOutput(NamedTuple):
     - clip_fraction: share of non-empty sequences with a clipped token. clip_fraction_low counts sequences with a token
       clipped at 1 - clip_low, clip_fraction_high sequences with a token clipped at 1 + clip_high, dual_clip or delta.
     - token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: share of clipped tokens, by the same
-      bounds. The sign of the advantage decides which bound applies, except for cispo. For gmpo, token ratios are
-      clipped.
+      bounds. The sign of the advantage decides which bound applies, except for cispo and vespo. For gmpo, token
+      ratios are clipped. `Objective` says which bounds vespo and topr have.
     - ratio_mean, ratio_min, ratio_max: mean, smallest and largest ratio s of the non-empty sequences, or of the tokens
       for ratio="token"; 1 if there are none.
     - kl_to_old: mean over tokens of old - new log-prob, in nats. It estimates KL(old || new) from samples and may be
@@ -69,7 +69,8 @@ class LossOutput(NamedTuple):
     loss: Tensor  # []
     log_probs: Tensor  # [B, T] or [N], fp32 (fp64 for fp64 inputs), 0 at masked positions
     entropy: Tensor | None  # [B, T] or [N], in nats
-    log_ratio: Tensor  # log s per sequence, [B] or [S]; per token for ratio="token"; for gmpo of the bounded ratios
+    # log s per sequence, [B] or [S]; per token for ratio="token". For gmpo and vespo, of the bounded token ratios.
+    log_ratio: Tensor
     metrics: dict[str, Tensor]
 
 

@@ -128,11 +128,21 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
 def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: Any) -> Tensor:
     """Compute -weight A log p per element, for surrogates with a gradient through the log-prob, not the ratio.
 
-    The weight has no gradient. It is 1 for "reinforce", and the clipped ratio for "cispo" (arXiv 2506.13585).
+    The weight has no gradient. With the ratio s, it is 1 for "reinforce", the clipped s for "cispo" (arXiv 2506.13585),
+    min(s, 1) for "topr" where the advantage is negative, otherwise 1 (arXiv 2503.14286), and e^lambda s^k e^(-lambda s)
+    for "vespo" (arXiv 2602.10693), with s from 1e-8 to e^20, and k and lambda by the sign of the advantage.
     """
     weight = torch.ones_like(log_ratio)
+    negative = advantages < 0
     if objective.surrogate == "cispo":
         weight = log_ratio.detach().exp().clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    elif objective.surrogate == "topr":
+        weight = torch.where(negative, log_ratio.detach().clamp(max=0).exp(), 1.0)
+    elif objective.surrogate == "vespo":
+        log_s = log_ratio.detach().clamp(math.log(1e-8), 20)
+        k = torch.where(negative, objective.vespo_k_neg, objective.vespo_k_pos)
+        rate = torch.where(negative, objective.vespo_lambda_neg, objective.vespo_lambda_pos)
+        weight = (rate + k * log_s - rate * log_s.exp()).exp()
     return torch.where(advantages == 0, 0.0, -weight * advantages * log_probs)
 
 
@@ -172,17 +182,22 @@ def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tens
 def log_ratios_of_sequence(
     log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, objective: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token log-ratios [L], their mean u [], and the surrogate's log-ratios [L].
+    """Return the token log-ratios [L], their mean or sum u [], and the surrogate's log-ratios [L].
 
-    For gmpo, u is the mean of the `bounded` log-ratios.
+    u is the mean, or the sum for ratio="sequence-product". For gmpo, u is the mean of the `bounded` log-ratios. For
+    vespo, the log-ratios in the sum are bounded to [-20, 20].
     """
     token_log_ratio = log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs)
-    averaged = bounded(token_log_ratio, advantages, objective) if objective.surrogate == "gmpo" else token_log_ratio
-    u = averaged.sum() / max(len(averaged), 1)
+    summed = token_log_ratio
+    if objective.surrogate == "gmpo":
+        summed = bounded(token_log_ratio, advantages, objective)
+    elif objective.surrogate == "vespo":
+        summed = token_log_ratio.clamp(-20, 20)
+    u = summed.sum() if objective.ratio == "sequence-product" else summed.sum() / max(len(summed), 1)
     if objective.ratio == "token":
         return token_log_ratio, u, token_log_ratio
-    if objective.ratio == "sequence":
-        return token_log_ratio, u, u.expand(len(averaged))
+    if objective.ratio in ("sequence", "sequence-product"):
+        return token_log_ratio, u, u.expand(len(summed))
     # sequence-token: each token has the value u, but a gradient only with respect to its own log-prob (eq. 13-14).
     return token_log_ratio, u, u.detach() + log_probs - log_probs.detach()
 
@@ -277,7 +292,7 @@ def gspo_reference_loss(
             # Weighting the advantage is the same as weighting the surrogate, because weights are >= 0. It also avoids
             # 0 * inf, because the surrogate is exactly 0 if the advantage is 0.
             advantage = advantage * weights
-        if objective.surrogate in ("cispo", "reinforce"):
+        if objective.surrogate in ("cispo", "reinforce", "vespo", "topr"):
             per_token = score(log_ratio, advantage, lp, objective)
         elif objective.surrogate in ("dppo_tv", "dppo_kl"):
             per_token = dppo(log_ratio, advantage, lp, objective)

@@ -350,6 +350,7 @@ def test_a_bad_input_is_named_and_nothing_is_written(kind: Kind, function: Calla
     assert fingerprint(inputs) == before
 
 
+VESPO: dict[str, Any] = {"surrogate": "vespo", "ratio": "sequence-product"}
 OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "ratio": ({"ratio": "sentence"}, V_, "ratio", "'sequence', 'sequence-token', 'token'", "'sentence'"),
     "surrogate": ({"surrogate": "clamp"}, V_, "surrogate", "'clip'", "'clamp'"),
@@ -369,6 +370,18 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "dppo-ratio": ({"surrogate": "dppo_kl"}, V_, "ratio", "'token' with surrogate='dppo_kl'", "'sequence'"),
     "dppo-delta": ({"surrogate": "dppo_tv", "ratio": "token", "delta": 3.0}, V_, "delta", "'dppo_tv'", "3.0"),
     "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", ">= 1e-30", "0"),
+    "vespo-ratio": ({"surrogate": "vespo"}, V_, "ratio", "'sequence-product' with surrogate='vespo'", "'sequence'"),
+    "vespo-lambda": ({"vespo_lambda_neg": 1e-5}, V_, "vespo_lambda_neg", ">= 1e-4", "1e-05"),
+    "vespo-overflow": ({**VESPO, "vespo_k_pos": 50, "vespo_lambda_pos": 1}, V_, "vespo_k_pos", "exp(80)", "50.0"),
+    "vespo-correction": (
+        {**VESPO, "rollout_correction": RolloutCorrection()},
+        *(V_, "rollout_correction", "old_log_probs", "RolloutCorrection"),
+    ),
+    "product-of-clip": ({"ratio": "sequence-product"}, V_, "surrogate", "'vespo', 'topr'", "'clip'"),
+    "product-kl": (
+        {"surrogate": "topr", "ratio": "sequence-product", "kl_ratio_factor": True},
+        *(V_, "kl_ratio_factor", "unbiased", "True"),
+    ),
     "dual-clip-unread": ({"surrogate": "cispo", "dual_clip": 3.0}, V_, "dual_clip", "surrogate='cispo'", "3.0"),
     "two-ratios": ({"kl_estimator": "unbiased", "kl_ratio_factor": True}, V_, "kl_ratio_factor", "False", "True"),
 }

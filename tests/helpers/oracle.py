@@ -12,6 +12,8 @@ from tolerance import LOG_RATIO_RELATIVE, check, check_loss
 from gspo_kernels import LossOutput
 
 WIDE = {"clip_low": 0.2, "clip_high": 0.28}
+# The window, which these objectives do not read, sets the log-ratios of the samples: +-0.1 per token.
+PRODUCT = {"ratio": "sequence-product", "clip_low": 0.05, "clip_high": 0.05}
 
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -38,6 +40,21 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dppo-tv-dual-clip": {"surrogate": "dppo_tv", "ratio": "token", **WIDE, "dual_clip": 1.5, "kl_coef": 0.1},
     "dppo-kl": {"surrogate": "dppo_kl", "ratio": "token", "clip_low": 0.01, "clip_high": 0.03},
     "dppo-kl-bonus": {"surrogate": "dppo_kl", "ratio": "token", **WIDE, "entropy_coef": 0.02},
+    "vespo": {"surrogate": "vespo", **PRODUCT, "aggregation": "token-mean"},
+    "vespo-other-weights": {
+        "surrogate": "vespo",
+        **PRODUCT,
+        "vespo_k_pos": 1.5,
+        "vespo_lambda_pos": 0.5,
+        "vespo_k_neg": 0.0,
+        "vespo_lambda_neg": 1.0,
+        "kl_coef": 0.1,
+        "kl_estimator": "unbiased",
+        "entropy_coef": 0.02,
+    },
+    "topr": {"surrogate": "topr", **PRODUCT, "aggregation": "seq-mean-token-sum"},
+    "topr-sequence": {"surrogate": "topr", **WIDE, "kl_coef": 0.1, "kl_ratio_factor": True},
+    "topr-token": {"surrogate": "topr", "ratio": "token", **WIDE},
     "token-mean": {"aggregation": "token-mean"},
     "seq-sum": {"aggregation": "seq-mean-token-sum"},
     "seq-sum-norm": {"aggregation": "seq-mean-token-sum-norm", "length_norm": 11},

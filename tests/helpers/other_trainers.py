@@ -27,6 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce": {},
     "dppo_tv": {},
     "dppo_kl": {},
+    "vespo": {},
+    "topr": {},
 }
 
 
@@ -58,6 +60,9 @@ def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollo
     if objective.surrogate in DIVERGENCES:  # probabilities from 0.05 to 0.95, old and new
         log_probs, old = (0.05 + 0.9 * torch.rand(2, *shape, generator=rng, dtype=torch.float64)).log()
         r = log_probs - old
+    elif objective.ratio == "sequence-product":
+        r = _log_ratios_of_products(mask, 0.2 * randn())
+        log_probs += r.clamp(max=0)
     elif objective.ratio == "token" or objective.surrogate == "gmpo":
         r = randn() * max(objective.clip_low % 1, objective.clip_high % 1, 0.2) * 1.5
     else:
@@ -74,8 +79,17 @@ def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollo
         out, _ = ours(batch, objective, "torch")
         metrics = {name: out.metrics[f"token_clip_fraction{name}"] for name in ("", "_low", "_high")}
         assert 0 < metrics[""] < 1 and metrics["_high"] > 0, metrics
-        assert metrics["_low"] > 0 or objective.clip_low == 1
+        assert metrics["_low"] > 0 or objective.clip_low == 1 or objective.surrogate == "topr"
     return batch
+
+
+def _log_ratios_of_products(mask: Tensor, r: Tensor) -> Tensor:
+    """Move sequences 3 and 4 beyond vespo's bounds on sequences, and a token of 2 and 5 beyond its bounds on tokens."""
+    for i, total in {2: -20.5, 3: 30.0, 4: -25.0, 5: 20.5}.items():
+        r[i] += total / mask[i].sum()
+    r[2, 0] = 25.0  # counts as 20
+    r[5, 0] = -25.0
+    return r
 
 
 def ours(batch: Rollout, objective: Objective, backend: str, **options: Any) -> tuple[Any, Tensor]:

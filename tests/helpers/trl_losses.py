@@ -29,6 +29,7 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
         delta=config.get("delta"),
         sapo_temperature_pos=o.sapo_temperature_pos,
         sapo_temperature_neg=o.sapo_temperature_neg,
+        **{name: value for name, value in vars(o).items() if name.startswith("vespo_")},
         steps_per_generation=PER_GENERATION,
     )
     stub = SimpleNamespace(
@@ -38,6 +39,7 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
         off_policy_mask_threshold=threshold,
         args=args,
         get_off_policy_mask=getattr(GRPOTrainer, "get_off_policy_mask", None),
+        get_gamma_weights=getattr(GRPOTrainer, "get_gamma_weights", None),
         importance_sampling_level=config.get("level", TOKEN),
         loss_type=config["loss_type"],
         beta=config.get("beta", 0.0),
@@ -68,7 +70,7 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
         "num_items_in_batch": mask.sum() * PER_GENERATION * PROCESSES,
     }
     if b.weights is not None:
-        inputs["importance_sampling_ratio"] = b.weights
+        inputs["importance_sampling_ratio"] = b.weights.masked_fill(~b.mask, 1)
     trainer: Any = GMPOTrainer if config["loss_type"] == "gmpo" else GRPOTrainer
     loss = trainer._compute_loss(stub, stub.model, inputs)
     loss.backward()

@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
     "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
     "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
+    "vespo": (Objective.preset("vespo"), {"loss_type": "vespo"}),
 }
 
 
@@ -47,7 +48,7 @@ def test_loss_and_gradients_equal_ligers(name: str, temperature: float, backend:
     ids = torch.randint(0, VOCAB, size, generator=rng)
     lp, _ = token_log_probs(hidden.flatten(0, 1).double(), weight.double(), ids.flatten(), temperature=temperature)
     # Choose old and reference log-probs so that the log-ratios to the log-probs of these hidden states are the batch's.
-    old = (lp.view(size) - (batch.log_probs - batch.old)).float()
+    old = (lp.view(size) - (batch.log_probs - batch.old)).clamp(max=0).float()
     ref = (lp.view(size) - (batch.log_probs - batch.ref)).float()
     liger_hidden, liger_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     module = liger.LigerFusedLinearGRPOLoss(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import trl_trainer
 from helpers.marks import triton_is_slow
-from helpers.other_trainers import assert_agree, ours, rollout
+from helpers.other_trainers import Rollout, assert_agree, ours, rollout
 from helpers.trl_losses import GRADIENT_STEPS, LONGEST, SEQUENCE, trl_loss
 
 from gspo_kernels import Objective
@@ -54,6 +54,13 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
         Objective.preset("sapo", ratio="sequence"),
         {"loss_type": "sapo", "level": SEQUENCE},
     ),
+    "vespo": (Objective.preset("vespo"), {"loss_type": "vespo"}),
+    "vespo, other weights, unbiased k3": (
+        Objective.preset(
+            "vespo", vespo_k_pos=1.5, vespo_lambda_pos=0.5, vespo_k_neg=2.0, kl_coef=0.1, kl_estimator="unbiased"
+        ),
+        {"loss_type": "vespo", "beta": 0.1, "use_bias_correction_kl": True},
+    ),
     "gmpo": (Objective.preset("gmpo"), {"loss_type": "gmpo"}),
     "gmpo k3": (Objective.preset("gmpo", kl_coef=0.1), {"loss_type": "gmpo", "beta": 0.1}),
 }
@@ -71,18 +78,33 @@ def test_loss_gradient_and_clip_fractions_equal_trls(name: str, weights: bool, b
     """
     objective, config = CASES[name]
     batch = rollout(objective, weights=weights)
+    if weights and objective.surrogate == "vespo":
+        _assert_old_log_probs_of_the_sampler_equal_trls_weights(batch, objective, config, backend)
+        return
     loss, gradient, metrics = trl_loss(batch, objective, config)
     computed = ours(batch, objective, backend)
     assert_agree(batch, computed, loss, gradient)
     count = batch.mask.sum() if objective.aggregation == "token-mean" else len(batch.mask)
     of_micro_batch = ours(batch, objective, backend, normalizer=count * GRADIENT_STEPS)
     assert_agree(batch, of_micro_batch, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
-    if config["loss_type"] not in ("gmpo", "cispo", "sapo") and "delta" not in config:
+    if config["loss_type"] not in ("gmpo", "cispo", "sapo", "vespo") and "delta" not in config:
         # TRL counts sequences at sequence level, tokens otherwise.
         share = "clip_fraction" if config.get("level") == SEQUENCE else "token_clip_fraction"
         for trl_name, suffix in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
             expected = metrics[f"clip_ratio/{trl_name}"][0]
             assert expected == pytest.approx(computed[0].metrics[share + suffix].item(), abs=1e-6)
+
+
+def _assert_old_log_probs_of_the_sampler_equal_trls_weights(
+    batch: Rollout, objective: Objective, config: dict[str, Any], backend: str
+) -> None:
+    """TRL multiplies importance_sampling_ratio into the ratio of vespo, as old log-probs minus its logarithm do."""
+    batch = replace(batch, old=batch.log_probs - (batch.log_probs - batch.old).clamp(-19, 19))
+    objective = replace(objective, kl_coef=0.0)  # TRL does not multiply it into the ratio of the KL
+    loss, gradient, _ = trl_loss(batch, objective, {**config, "beta": 0.0})
+    assert batch.weights is not None
+    sampler = replace(batch, old=batch.old - batch.weights.log(), weights=None)
+    assert_agree(batch, ours(sampler, objective, backend), loss, gradient)
 
 
 def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:

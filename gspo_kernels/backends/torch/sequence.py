@@ -7,20 +7,20 @@ The loss depends on a token's log-prob lp_it in two ways, through the log-ratio 
     d_log_ratio_it = c_it o_it dl/du  (plus kl_coef c'_it k s with kl_ratio_factor)
     d_log_prob_it  = kl_coef c'_it k'_it  (times s with kl_ratio_factor)
 
-k'_it is the derivative of k. The surrogates in SCORES (cispo, reinforce) are a weight times the log-prob. They have no
-gradient through u: c_it o_it dl/d(lp_it) goes into d_log_prob.
+k'_it is the derivative of k. The surrogates in SCORES are a weight times the log-prob. They have no gradient through u:
+c_it o_it dl/d(lp_it) goes into d_log_prob.
 
 The coefficient, the derivative of the whole loss with respect to lp_it, is
 
     ratio="sequence"              h_it mean_d_log_ratio_i + d_log_prob_it
-    "token", "sequence-token"     d_log_ratio_it + d_log_prob_it
+    other ratios                  d_log_ratio_it + d_log_prob_it
 
 where mean_d_log_ratio_i is the sum of d_log_ratio over the sequence divided by L_i, because u_i is a mean over L_i
 tokens. h_it is 1 at unmasked tokens, otherwise 0; for gmpo it is also 0 at tokens whose log-ratio is clipped.
 
 With context parallelism (CP) every rank holds some tokens of the same S sequences. Two all-gathers of a few fp64
-numbers per sequence then complete the sums: one before the clip gate, which needs the mean log-ratio of all tokens, and
-one after it. The ranks' numbers are added in rank order, so loss, metrics and clip decisions have the same bits on all
+numbers per sequence then complete the sums: one before the clip gate, which needs the log-ratios of all tokens, and one
+after it. The ranks' numbers are added in rank order, so loss, metrics and clip decisions have the same bits on all
 ranks.
 """
 
@@ -33,11 +33,11 @@ from torch import Tensor
 
 from ...layout import sequence_of_row
 from ...metrics import NAMES
-from ...objective import DIVERGENCES, Objective
+from ...objective import DIVERGENCES, SCORES, VESPO_TOKEN_BOUND, Objective
 from ...ranks.collectives import gather
 from ..precision import multiply_no_nan
 from ..rows import PolicyResult, PolicyRows
-from .surrogates import SCORES, bounded, divergence_times, dppo, kl_and_slope, surrogate
+from .surrogates import bounded, divergence_times, dppo, kl_and_slope, surrogate
 
 BOUNDS = ("", "_low", "_high")  # suffixes of clip fractions: either bound, lower, upper
 
@@ -51,10 +51,10 @@ def policy_forward(
     sequence = sequence_of_row(offsets, mask.shape[0])  # [N]
     masked = ~mask
     lp = log_probs.masked_fill(masked, 0)
-    token_log_ratio, averaged, token_bounds = _log_ratios(log_probs, mask, policy, objective)
-    lengths, total, invalid = _sums_before_gate(mask, averaged, policy)  # [S], [S], []
+    token_log_ratio, summed, token_bounds = _log_ratios(log_probs, mask, policy, objective)
+    lengths, total, invalid = _sums_before_gate(mask, summed, policy)  # [S], [S], []
     policy = policy._replace(invalid=invalid)
-    u = total / lengths.clamp(min=1)
+    u = total if objective.ratio == "sequence-product" else total / lengths.clamp(min=1)
     log_ratio = token_log_ratio if by_token else u[sequence]  # [N], like all tensors over tokens below
 
     if objective.surrogate in DIVERGENCES:
@@ -126,19 +126,21 @@ def _is_zero(coefficient: Tensor, entropy_coefficient: Tensor) -> Tensor:
 def _log_ratios(
     log_probs: Tensor, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Compute token log-ratios, the values that are averaged into u, and the masks (low, high) of clipped tokens, [N].
+    """Compute token log-ratios, the values whose sums give u, and the masks (low, high) of clipped tokens, [N].
 
-    The averaged values are the token log-ratios, or for gmpo the bounded ones. The masks are None except for gmpo.
+    The values are the token log-ratios, for gmpo and vespo bounded. The masks are None except for gmpo.
     """
     # Without old log-probs the difference is 0, or NaN where a log-prob is not finite. Subtract anyway, so that
     # this NaN reaches the loss.
     old = log_probs if policy.old_log_probs is None else policy.old_log_probs
-    token_log_ratio = averaged = torch.where(mask, log_probs - old, 0)
+    token_log_ratio = summed = torch.where(mask, log_probs - old, 0)
     token_bounds = None
     if objective.surrogate == "gmpo":
-        averaged, low, high = bounded(token_log_ratio, policy.advantages, objective)
+        summed, low, high = bounded(token_log_ratio, policy.advantages, objective)
         token_bounds = low, high
-    return token_log_ratio, averaged, token_bounds
+    elif objective.surrogate == "vespo":
+        summed = token_log_ratio.clamp(-VESPO_TOKEN_BOUND, VESPO_TOKEN_BOUND)
+    return token_log_ratio, summed, token_bounds
 
 
 def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
@@ -204,14 +206,14 @@ class _Sums(NamedTuple):
     ratio_max: Tensor | None  # [] largest; -inf if no token is unmasked
 
 
-def _sums_before_gate(mask: Tensor, averaged: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Count the unmasked tokens of each sequence, sum `averaged` over them, and count the invalid values.
+def _sums_before_gate(mask: Tensor, summed: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Count the unmasked tokens of each sequence, add up `summed` over them, and count the invalid values.
 
     With CP, all three are totals over the ranks: [S], [S] and [].
     """
-    dtype, invalid = averaged.dtype, policy.invalid
+    dtype, invalid = summed.dtype, policy.invalid
     lengths = _segment_sum(mask, policy.offsets)
-    total = _segment_sum(averaged, policy.offsets)
+    total = _segment_sum(summed, policy.offsets)
     if policy.group:
         own = torch.stack([lengths, total, invalid.double().expand_as(total)])
         lengths, total, of_sequences = _add_ranks(gather(own, policy.group)).unbind()

@@ -2,10 +2,10 @@
 
 Notation: `objective.py`. Must match the Triton backend's `surrogates.py`; the oracle is in `reference.py`.
 
-A surrogate is a function l(u, A) of the log-ratio u and the advantage A, returned with its derivative dl/du. The two in
+A surrogate is a function l(u, A) of the log-ratio u and the advantage A, returned with its derivative dl/du. Those in
 SCORES have no gradient through the ratio. They are -weight A log p(token), and their slope is the derivative with
 respect to log p(token). gmpo bounds token log-ratios before they are averaged (`bounded`). The surrogate of this mean
-is -s A, as for "none".
+is -s A, as for "none". vespo bounds token log-ratios before they are added up.
 
 Elements are selected before exp and products, because exp(u) may be inf where a ratio is clipped, and 0 * inf is NaN.
 An advantage of 0 contributes exactly 0. Clip decisions compare u, not s = exp(u), because fp32 resolves u near 0 better
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ...objective import Objective
 
-SCORES = ("cispo", "reinforce")
 # Log-ratios above 80 are set to 80 for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
 _FAR = 80.0
 
@@ -113,6 +112,31 @@ def _reinforce(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
     return Term(-advantages, -advantages, never, never)
 
 
+def _vespo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
+    """-phi(s) A log p, with phi(s) = exp(lambda) s^k exp(-lambda s) as a constant (VESPO, arXiv 2602.10693).
+
+    k and lambda depend on the sign of A. s is bounded to `log_window`. phi is computed in log space.
+    """
+    log_low, log_high = objective.log_window
+    nonzero = advantages != 0
+    low, high = nonzero & (u < log_low), nonzero & (u > log_high)
+    u = u.clamp(log_low, log_high)
+    k, rate = torch.full_like(u, objective.vespo_k_pos), torch.full_like(u, objective.vespo_lambda_pos)
+    k.masked_fill_(advantages < 0, objective.vespo_k_neg)
+    rate.masked_fill_(advantages < 0, objective.vespo_lambda_neg)
+    weight = (k * u - rate * torch.expm1(u)).exp()
+    slope = torch.where(nonzero, -weight * advantages, 0)
+    return Term(slope, slope, low, high)
+
+
+def _topr(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
+    """-A log p, times min(s, 1) as a constant where A < 0 (TOPR, arXiv 2503.14286)."""
+    negative = advantages < 0
+    high = negative & (u > 0)
+    slope = -torch.where(negative & ~high, u, 0).exp() * advantages
+    return Term(slope, slope, torch.zeros_like(high), high)
+
+
 def dppo(u: Tensor, advantages: Tensor, log_probs: Tensor, objective: Objective) -> Term:
     """-s A, or 0 at tokens outside the trust region (DPPO, arXiv 2602.04879).
 
@@ -147,6 +171,8 @@ _TERMS: dict[str, Callable[[Tensor, Tensor, Objective], Term]] = {
     "sapo": _sapo,
     "gmpo": _none,
     "reinforce": _reinforce,
+    "vespo": _vespo,
+    "topr": _topr,
 }
 
 

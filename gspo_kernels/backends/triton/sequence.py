@@ -1,6 +1,6 @@
 """The loss from log-probs and its derivatives with respect to them, in one program per sequence.
 
-A program averages the log-ratios of its tokens, adds up loss and metrics, and writes each token's coefficient,
+A program averages or sums the log-ratios of its tokens, adds up loss and metrics, and writes each token's coefficient,
 d(loss)/d(log_prob). The loops over tokens are in `token_passes.py`. `surrogates.py` decides where the clip binds; the
 slope is 0 there. An earlier launch counts tokens, because default normalizers need the counts of the full batch. A
 later launch adds up the sequences (`totals.py`).
@@ -26,7 +26,7 @@ from ...objective import RATIOS, Objective
 from ..rows import PolicyResult, PolicyRows
 from .launch import launch
 from .surrogates import TOKEN_MEAN, TOKEN_RATIO, Bounds, objective_arguments, share_of_token
-from .token_passes import Shares, TokenInputs, TokenOutputs, add_ratio_gradient, mean_log_ratio, sum_tokens
+from .token_passes import Shares, TokenInputs, TokenOutputs, add_ratio_gradient, sequence_log_ratio, sum_tokens
 from .totals import (
     COUNT_POSITIVE,
     ENTROPY,
@@ -88,6 +88,10 @@ def sequence_loss(
     ceiling: tl.float64,
     temperature_pos: tl.float64,
     temperature_neg: tl.float64,
+    k_pos: tl.float64,
+    lambda_pos: tl.float64,
+    k_neg: tl.float64,
+    lambda_neg: tl.float64,
     length_norm: tl.float64,
     kl_coef: tl.float64,
     entropy_coef: tl.float64,
@@ -117,6 +121,10 @@ def sequence_loss(
         ceiling=ceiling,
         temperature_pos=temperature_pos,
         temperature_neg=temperature_neg,
+        k_pos=k_pos,
+        lambda_pos=lambda_pos,
+        k_neg=k_neg,
+        lambda_neg=lambda_neg,
     )
     i = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
@@ -136,7 +144,7 @@ def sequence_loss(
     shares = Shares(policy=share, kl=kl_share, entropy=-tl.full([], entropy_coef, ACC) * share)
     u = tl.full([], 0.0, ACC)
     if OBJECTIVE.RATIO != TOKEN_RATIO:
-        u = mean_log_ratio(tokens, bounds, begin=begin, end=end, length=length, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)
+        u = sequence_log_ratio(tokens, bounds, begin=begin, end=end, length=length, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)
         tl.store(log_ratio + i, u)
     outputs = TokenOutputs(log_ratio=log_ratio, coefficient=coefficient, entropy_coefficient=entropy_coefficient)
     sums = sum_tokens(tokens, outputs, shares, bounds, u=u, begin=begin, end=end, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)

@@ -15,15 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ...objective import AGGREGATIONS, KL_ESTIMATORS, RATIOS, SURROGATES, Objective
-from .elementary import FAR, at_most, expm1
+from ...objective import AGGREGATIONS, KL_ESTIMATORS, RATIOS, SCORES, SURROGATES, Objective
+from .elementary import FAR, at_least, at_most, expm1
 from .logit_tile import triton_type
 
 # Kernels compare the indices of names in the tuples of `objective.py`.
-SEQUENCE_RATIO, TOKEN_RATIO = (tl.constexpr(RATIOS.index(name)) for name in ("sequence", "token"))
-CLIP, CISPO, SAPO, GMPO, REINFORCE, DPPO_TV, DPPO_KL = (
+SEQUENCE_RATIO, TOKEN_RATIO, PRODUCT_RATIO = (
+    tl.constexpr(RATIOS.index(name)) for name in ("sequence", "token", "sequence-product")
+)
+CLIP, CISPO, SAPO, GMPO, REINFORCE, DPPO_TV, DPPO_KL, VESPO, TOPR = (
     tl.constexpr(SURROGATES.index(name))
-    for name in ("clip", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl")
+    for name in ("clip", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl", "vespo", "topr")
 )
 TOKEN_MEAN, TOKEN_MEAN_OF_SEQUENCE, TOKEN_SUM_OVER_NORM = (
     tl.constexpr(AGGREGATIONS.index(name)) for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -38,6 +40,7 @@ class ObjectiveConstants(NamedTuple):
 
     RATIO: int  # index in RATIOS
     SURROGATE: int  # index in SURROGATES
+    IS_SCORE: bool  # the surrogate is one of SCORES
     AGGREGATION: int  # index in AGGREGATIONS
     KL_AGGREGATION: int  # index in AGGREGATIONS
     KL_ESTIMATOR: int  # index in KL_ESTIMATORS
@@ -48,7 +51,7 @@ class ObjectiveConstants(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds and temperatures of a surrogate inside a kernel, fp64."""
+    """Bounds, temperatures, and vespo's k and lambda inside a kernel, fp64."""
 
     log_low: Any
     log_high: Any
@@ -58,6 +61,10 @@ class Bounds(NamedTuple):
     ceiling: Any
     temperature_pos: Any
     temperature_neg: Any
+    k_pos: Any
+    lambda_pos: Any
+    k_neg: Any
+    lambda_neg: Any
 
 
 class Term(NamedTuple):
@@ -91,9 +98,11 @@ def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
         high = (advantage > 0) & (u > tl.full([], bounds.log_high, ACC))
         if OBJECTIVE.HAS_CEILING:
             high |= (advantage < 0) & (u > tl.full([], bounds.log_ceiling, ACC))
-    elif OBJECTIVE.SURROGATE == CISPO:
+    elif (OBJECTIVE.SURROGATE == CISPO) | (OBJECTIVE.SURROGATE == VESPO):
         low = nonzero & (u < tl.full([], bounds.log_low, ACC))
         high = nonzero & (u > tl.full([], bounds.log_high, ACC))
+    elif OBJECTIVE.SURROGATE == TOPR:
+        high = (advantage < 0) & (u > 0)
     free = nonzero & (low == 0) & (high == 0)
     slope = tl.where(free, -tl.exp(tl.where(free, u, 0.0)) * advantage, 0.0)
     bound = tl.where(low, tl.full([], 1.0 - bounds.clip_low, ACC), tl.full([], 1.0 + bounds.clip_high, ACC))
@@ -113,7 +122,22 @@ def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
         slope = tl.where(nonzero, -4.0 * (gate * one_minus_gate) * s * advantage, 0.0)
     elif OBJECTIVE.SURROGATE == REINFORCE:
         slope, value = -advantage, -advantage
+    elif OBJECTIVE.SURROGATE == VESPO:
+        slope = tl.where(nonzero, -vespo_weight(u, advantage, bounds, ACC) * advantage, 0.0)
+        value = slope
+    elif OBJECTIVE.SURROGATE == TOPR:
+        slope = -tl.exp(tl.where(free & (advantage < 0), u, 0.0)) * advantage
+        value = slope
     return Term(value=value, slope=slope, low=low, high=high)
+
+
+@triton.jit
+def vespo_weight(u, advantage, bounds, ACC: tl.constexpr):
+    """exp(lambda) s^k exp(-lambda s), computed from the log-ratio."""
+    u = at_most(at_least(u, tl.full([], bounds.log_low, ACC)), tl.full([], bounds.log_high, ACC))
+    k = tl.where(advantage < 0, tl.full([], bounds.k_neg, ACC), tl.full([], bounds.k_pos, ACC))
+    rate = tl.where(advantage < 0, tl.full([], bounds.lambda_neg, ACC), tl.full([], bounds.lambda_pos, ACC))
+    return tl.exp(k * u - rate * expm1(u))
 
 
 @triton.jit
@@ -208,12 +232,17 @@ def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.
         ceiling=ceiling,
         temperature_pos=objective.sapo_temperature_pos,
         temperature_neg=objective.sapo_temperature_neg,
+        k_pos=objective.vespo_k_pos,
+        lambda_pos=objective.vespo_lambda_pos,
+        k_neg=objective.vespo_k_neg,
+        lambda_neg=objective.vespo_lambda_neg,
         length_norm=objective.length_norm or 1.0,
         kl_coef=objective.kl_coef,
         entropy_coef=objective.entropy_coef,
         OBJECTIVE=ObjectiveConstants(
             RATIO=RATIOS.index(objective.ratio),
             SURROGATE=SURROGATES.index(objective.surrogate),
+            IS_SCORE=objective.surrogate in SCORES,
             AGGREGATION=AGGREGATIONS.index(objective.aggregation),
             KL_AGGREGATION=AGGREGATIONS.index(kl_aggregation),
             KL_ESTIMATOR=KL_ESTIMATORS.index(objective.kl_estimator),

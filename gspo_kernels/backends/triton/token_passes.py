@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ...objective import VESPO_TOKEN_BOUND
+from .elementary import at_least, at_most
 from .surrogates import (
-    CISPO,
     DPPO_KL,
     DPPO_TV,
     GMPO,
-    REINFORCE,
+    PRODUCT_RATIO,
     SEQUENCE_RATIO,
     TOKEN_RATIO,
+    VESPO,
     bounded,
     divergence_times,
     dppo,
@@ -31,6 +33,8 @@ from .surrogates import (
     surrogate,
     token_log_ratio,
 )
+
+TOKEN_BOUND = tl.constexpr(VESPO_TOKEN_BOUND)
 
 
 class TokenInputs(NamedTuple):
@@ -77,8 +81,8 @@ class TokenSums(NamedTuple):
 
 
 @triton.jit
-def mean_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Average the log-ratios of a sequence's unmasked tokens; for gmpo, the bounded log-ratios."""
+def sequence_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """Average or sum the log-ratios of a sequence's unmasked tokens; for gmpo and vespo, the bounded log-ratios."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(begin, end, BLOCK):
@@ -88,8 +92,13 @@ def mean_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, 
         if OBJECTIVE.SURROGATE == GMPO:
             advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
             r, _, _ = bounded(r, advantage, bounds, ACC)
+        elif OBJECTIVE.SURROGATE == VESPO:
+            r = at_most(at_least(r, -TOKEN_BOUND), TOKEN_BOUND)
         total += r.to(tl.float64)
-    return tl.sum(total, 0).to(ACC) / tl.maximum(length, 1.0)
+    u = tl.sum(total, 0).to(ACC)
+    if OBJECTIVE.RATIO != PRODUCT_RATIO:
+        u = u / tl.maximum(length, 1.0)
+    return u
 
 
 @triton.jit
@@ -174,8 +183,7 @@ def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: t
         weight = tl.load(tokens.token_weights + t, mask=unmasked, other=0.0)
         value, slope = multiply_no_nan(weight, value), multiply_no_nan(weight, slope)
     d_log_ratio, loss, d_log_prob = shares.policy * slope, shares.policy * value, tl.zeros_like(r)
-    if (OBJECTIVE.SURROGATE == CISPO) | (OBJECTIVE.SURROGATE == REINFORCE):
-        # The slope is with respect to the token's log-prob.
+    if OBJECTIVE.IS_SCORE:  # the slope is with respect to the token's log-prob
         lp = tl.load(tokens.log_probs + t, mask=unmasked, other=0.0)
         d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio, multiply_no_nan(shares.policy * value, lp)
     return loss, d_log_ratio, d_log_prob, low, high

@@ -78,6 +78,8 @@ OBJECTIVES: dict[str, Objective] = {
     "none": Objective(ratio="sequence-token", surrogate="none", kl_coef=0.1, kl_estimator="k2"),
     "dppo_tv": Objective(ratio="token", surrogate="dppo_tv", kl_coef=0.1, kl_estimator="k2"),
     "dppo_kl": Objective(ratio="token", surrogate="dppo_kl", dual_clip=3.0),
+    "vespo": Objective.preset("vespo", kl_coef=0.1, kl_estimator="unbiased"),
+    "topr": Objective.preset("topr"),
 }
 
 

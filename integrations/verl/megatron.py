@@ -20,7 +20,7 @@ from gspo_kernels.validation import Checks
 
 from ..megatron.output_layer import Targets, output_processor
 
-__all__ = ["fused_output_processor", "linear_cross_entropy"]
+__all__ = ["fused_output_processor", "linear_cross_entropy", "linear_topk_log_probs"]
 
 
 def linear_cross_entropy(
@@ -59,6 +59,41 @@ def linear_cross_entropy(
         **options,
     )
     return out.log_probs, out.entropy
+
+
+def linear_topk_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    topk_ids: Tensor,
+    temperature: float = 1.0,
+    dist_process_group: Any = None,
+    chunk_size: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute log-probs over the vocabulary at k ids per token. Replaces verl's `linear_topk_log_probs` (distillation).
+
+    Args:
+        hidden: [..., H].
+        weight: [V / TP, H].
+        topk_ids: ids of the full vocabulary, [..., k].
+        chunk_size: not used.
+
+    Returns:
+        Log-probs, in the shape of topk_ids.
+    """
+    flat = topk_ids.flatten(0, -2)
+    out = linear_log_probs(
+        hidden.flatten(0, -2),
+        weight,
+        flat[:, 0].long(),
+        temperature=temperature,
+        extra_ids=flat,
+        tp_group=dist_process_group,
+        reduce_hidden="none" if dist_process_group is not None else "all",
+        **options,
+    )
+    assert out.extra_log_probs is not None
+    return out.extra_log_probs.view(topk_ids.shape)
 
 
 def fused_output_processor(

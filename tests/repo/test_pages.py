@@ -40,6 +40,7 @@ BLOCKS = {
     "get_started/verl.md": ["install", "example", "example", "copy"],
     "guides/long_runs.md": ["gspo"],
     "guides/precision.md": ["integrations/test_clip_noise.py"],
+    "guides/truncated_sampling.md": ["math/test_kept_sets.py::test_the_guides_code_runs"] * 4,
     "guides/several_gpus.md": [*["example"] * 6, "integrations/test_trainer_ranks.py"],
     "how_it_works.md": ["math/test_recipes.py::test_the_idea_in_plain_pytorch"],
     "index.md": ["install", "copy", "run"],

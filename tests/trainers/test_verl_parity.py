@@ -22,6 +22,8 @@ from gspo_kernels.sampler_mismatch import importance_weights
 
 pytest.importorskip("verl")
 from tensordict import TensorDict
+from verl.trainer.distillation.fsdp.losses import _chunked_topk_log_probs as verl_topk
+from verl.trainer.distillation.fsdp.losses import kl_divergence
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_weights,
@@ -31,6 +33,7 @@ from verl.workers.config import ActorConfig
 
 from gspo_kernels.integrations.verl import gspo_policy_loss
 from gspo_kernels.integrations.verl.engine import _predicts_response
+from gspo_kernels.integrations.verl.megatron import linear_topk_log_probs
 
 # An objective, verl's name of the loss, and its aggregation.
 SEQUENCES = "seq-mean-token-mean"
@@ -322,6 +325,24 @@ def test_positions_of_nested_responses_are_masked_correctly() -> None:
     # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
     # first position is 5 in the packed batch.
     assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]
+
+
+def test_top_k_distillation_equals_verls() -> None:
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 5, 16, generator=rng), torch.randn(300, 16, generator=rng)
+    ids = torch.randint(300, (2, 5, 8), generator=rng)
+    teacher = torch.randn(2, 5, 8, generator=rng).log_softmax(-1)
+    results = []
+    for log_probs_at in (
+        linear_topk_log_probs,
+        lambda hidden, weight, ids, temperature: verl_topk(hidden @ weight.t() / temperature, ids),
+    ):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        student = log_probs_at(*leaves, ids, temperature=0.8)
+        loss = kl_divergence(log_q=student.clamp_min(-10), log_p=teacher).mean()
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for ours_, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours_, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_equal_rewards_have_an_advantage_of_exactly_0_only_in_ours() -> None:

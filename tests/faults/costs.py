@@ -27,7 +27,7 @@ import torch
 from helpers.counters import StepCounts, TorchLaunches
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels import KeptSets, Objective, gspo_fused_loss, linear_log_probs
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.triton import tuning
@@ -55,7 +55,7 @@ def counted(mode: Mode, backend: Any) -> Iterator[Mode]:
             return function(*args, **options)
 
     with ExitStack() as stack:
-        for name in ("forward_and_keep", "policy_forward", "choose", "head_backward"):
+        for name in ("forward_and_keep", "policy_forward", "choose", "head_backward", "pair_products", "pair_sums"):
             stack.enter_context(patch.object(backend, name, partial(with_mode, getattr(backend, name))))
         with mode:
             yield mode
@@ -137,6 +137,7 @@ LAUNCHING: dict[str, Record] = {
     "KL": dict(objective=KL),
     "budget 1e-2": dict(gradient_budget=1e-2),
     "cache": dict(cache_mib=1.0),
+    "kept sets": dict(kept=5),
 }
 
 
@@ -147,6 +148,7 @@ def launched(name: str, sequences: int, length: int) -> dict[str, int]:
     width = 32
     vocab = 600
     frozen = options.pop("frozen", ())
+    kept = options.pop("kept", 0)  # ids in the set of each token
     # The first vocabulary tile holds the two likely tokens of each row. The other tiles hold less than 2.5e-4 of the
     # gradient's mass, so a budget of 1e-2 drops them.
     ids = torch.arange(sequences * length).view(shape) % width
@@ -156,6 +158,9 @@ def launched(name: str, sequences: int, length: int) -> dict[str, int]:
     weight.requires_grad_("weight" not in frozen)
     ref = torch.full(shape, -0.7)
     advantages = torch.linspace(-1, 1, sequences)
+    if kept:
+        padded = (ids[..., None] + torch.arange(kept)) % vocab
+        options["kept_sets"] = KeptSets.from_padded(padded, fill=-1)
     with launches() as seen, outside_of_launches(), counted(TorchLaunches(), triton_backend) as torch_launches:
         out = gspo_fused_loss(hidden, weight, ids, advantages, ref_log_probs=ref, backend="triton", **options)
         if out.loss.requires_grad:

@@ -7,6 +7,30 @@ from faults.table import Fault
 PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
 OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
+    "pairs of ids of other ranks are read": (
+        "backends/pairs:_own",
+        "live = pairs.live & (pairs.ids >= 0) & (pairs.ids < head.vocab_size)",
+        "live = pairs.live",
+        "sharded::test_case[tp 2 torch kept sets]",
+    ),
+    "slope of the soft-cap missing at pairs": (
+        "backends/pairs:logits_at",
+        "slope * (1 - tanh.square())",
+        "slope",
+        "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[torch-vocabulary-True-all-bf16]",
+    ),
+    "the target counted among the others of its set": (
+        "kept_log_probs",
+        "pairs.live & ~kept.is_target, z, -torch.inf",
+        "pairs.live, z, -torch.inf",
+        "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[torch-vocabulary-True-plain-bf16]",
+    ),
+    "extra log-probs without the difference of logits": (
+        "extra_log_probs",
+        "z[:, 1:] - z[:, :1]",
+        "z[:, 1:]",
+        "kept_sets::test_extra_log_probs_equal_those_of_full_logits[torch-plain-bf16]",
+    ),
     "log-ratio not divided by the length": (
         "torch/sequence:policy_forward",
         "u = total / lengths.clamp(min=1)",

@@ -10,6 +10,18 @@ BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
 CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
 CHECK = "self_check::test_correct_kernels_of_the_loss_pass[float32]"
 FAULTS: dict[str, Fault] = {
+    "only the last pairs of a group are summed": (
+        "sum_pairs",
+        "acc += factor",
+        "acc = factor",
+        "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[triton-vocabulary-True-plain-bf16]",
+    ),
+    "pairs multiply only the last columns": (
+        "multiply_pairs",
+        "acc += a * b",
+        "acc = a * b",
+        "self_check::test_correct_kernels_pass[float32]",
+    ),
     "padding columns counted as copies of the last column": (
         "forward_tile",
         "is_target | (columns >= beyond)",

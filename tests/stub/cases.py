@@ -17,7 +17,7 @@ import torch
 import triton
 from helpers.random_heads import by_kernels, random_head, random_upstream, take_rows
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels import KeptSets, Objective, gspo_fused_loss, linear_log_probs
 from gspo_kernels.backends.triton.launch import launches
 
 from . import driver
@@ -67,6 +67,10 @@ CASES: dict[str, Options] = {
     "every term of the loss": dict(objective=Objective(kl_coef=0.1, entropy_coef=0.1, dual_clip=3.0)),
     "ratio of tokens": dict(objective=Objective(ratio="token", kl_coef=0.1)),
     "log-probs": dict(public=False, entropy=True),
+    "kept sets": dict(pairs="kept_sets", entropy=True),
+    "kept sets, all options": dict(pairs="kept_sets", bias=True, logit_softcap=30.0, temperature="token", width=72),
+    "fp32 extra ids": dict(public=False, pairs="extra_ids", dtype=torch.float32),
+    "extra ids, cache": dict(public=False, pairs="extra_ids", **CACHE),
     "log-probs, cache": dict(public=False, **CACHE),
 }
 # A step with these options is captured after a step that has loaded its kernels.
@@ -93,6 +97,7 @@ def step(
     objective: Objective = Objective(),  # noqa: B008 - frozen
     gradient_budget: float = 0.0,
     cache_mib: float = 0.0,
+    pairs: str = "",  # kept_sets or extra_ids
     **of_head: Any,
 ) -> Callable[[], object]:
     """Return a function that runs forward and backward. `workspace` is in MiB; `of_head` goes to `random_head`."""
@@ -109,6 +114,9 @@ def step(
         **{name: getattr(head, name) for name in ("mask", "logit_scale", "logit_softcap", "vocab_size", "entropy")},
         **dict(gradient_budget=gradient_budget, cache_mib=cache_mib, backend="triton"),
     )
+    ids = (head.target_ids[:, None] + 7 * torch.arange(20)) % head.vocab_size
+    if pairs:
+        options[pairs] = ids if pairs == "extra_ids" else KeptSets.from_padded(ids, fill=-1)
     if public:
         options |= dict(cu_seqlens=torch.tensor([0, rows // 3, rows]), objective=objective)
         options |= dict.fromkeys(["old_log_probs", "ref_log_probs"][: 1 + (objective.kl_coef > 0)], torch.zeros(rows))
@@ -118,7 +126,7 @@ def step(
             loss = gspo_fused_loss(hidden, weight, head.target_ids, torch.ones(2), **options).loss
         else:
             out = linear_log_probs(hidden, weight, head.target_ids, **options)
-            loss = out.log_probs.sum() + (0 if out.entropy is None else out.entropy.sum())
+            loss = sum(x.sum() for x in out if x is not None)
         return torch.autograd.grad(loss, [x for x in (hidden, weight, bias) if x is not None])
 
     return run

@@ -279,7 +279,7 @@ def verdicts(results: Results) -> dict[str, str]:
 
     Keys: "training" (section 5.1) and "clipping" (5.2); for a mixture of experts "mixture" (5.1) and "replay" (5.3).
     These need GSPO as the baseline of GRPO. For the study of rounding, "rounding" (5.4) and "head". For long answers,
-    "windows" (5.2) and "lengths".
+    "windows", "clip_gap" (5.2) and "lengths".
     """
     runs = results["runs"]
     if results["study"] == "rounding":
@@ -290,7 +290,7 @@ def verdicts(results: Results) -> dict[str, str]:
     if next(iter(runs)) != "gspo" or "grpo" not in runs:
         return {}
     if results["study"] == "long":
-        return {"windows": windows(runs), "lengths": lengths(runs)}
+        return {"windows": windows(runs), "clip_gap": clip_gap(runs), "lengths": lengths(runs)}
     if results["study"] == "moe":
         return {"mixture": training(runs), "replay": replay(results)}
     return {"training": training(runs), "clipping": clipping(runs)}
@@ -373,6 +373,15 @@ def windows(runs: Results) -> str:
         f"With the paper's windows, GSPO clips {shares['gspo']} of its tokens and GRPO {shares['grpo']}, and "
         f"{decided}: GRPO's mean reward minus GSPO's is {difference}. At equal clip fractions, with {label(gspo)} "
         f"({shares[gspo]}) and {label(grpo)} ({shares[grpo]}), {at_equal}: the difference is {difference_at_equal}"
+    )
+
+
+def clip_gap(runs: Results) -> str:
+    """The gap between the clip fractions depends on the windows."""
+    shares = [[mean_of(runs[arm], "token_clip_fraction") for arm in pair] for pair in (("gspo", "grpo"), matched(runs))]
+    ratios = [f"{gspo / grpo:.2g}" if grpo else "infinite" for gspo, grpo in shares]
+    return (
+        f"GSPO's share divided by GRPO's is {ratios[0]} with the paper's windows, and {ratios[1]} at the closest others"
     )
 
 

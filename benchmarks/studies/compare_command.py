@@ -28,6 +28,7 @@ CLAIMS = {
     "rounding": "Rounding changes rewards",
     "head": "The head's precision changes training",
     "windows": "GSPO clips far more tokens than GRPO",
+    "clip_gap": "The gap between the clip fractions depends on the windows",
     "lengths": "Objectives change the length of answers",
 }
 

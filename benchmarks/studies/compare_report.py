@@ -279,7 +279,7 @@ def verdicts(results: Results) -> dict[str, str]:
 
     Keys: "training" (section 5.1) and "clipping" (5.2); for a mixture of experts "mixture" (5.1) and "replay" (5.3).
     These need GSPO as the baseline of GRPO. For the study of rounding, "rounding" (5.4) and "head". For long answers,
-    "windows" (5.2) and "lengths".
+    "windows", "clip_gap" (5.2) and "lengths".
     """
     runs = results["runs"]
     if results["study"] == "rounding":
@@ -290,7 +290,7 @@ def verdicts(results: Results) -> dict[str, str]:
     if next(iter(runs)) != "gspo" or "grpo" not in runs:
         return {}
     if results["study"] == "long":
-        return {"windows": windows(runs), "lengths": lengths(runs)}
+        return {"windows": windows(runs), "clip_gap": clip_gap(runs), "lengths": lengths(runs)}
     if results["study"] == "moe":
         return {"mixture": training(runs), "replay": replay(results)}
     return {"training": training(runs), "clipping": clipping(runs)}
@@ -376,6 +376,15 @@ def windows(runs: Results) -> str:
     )
 
 
+def clip_gap(runs: Results) -> str:
+    """The gap between the clip fractions depends on the windows."""
+    shares = [[mean_of(runs[arm], "token_clip_fraction") for arm in pair] for pair in (("gspo", "grpo"), matched(runs))]
+    ratios = [f"{gspo / grpo:.2g}" if grpo else "infinite" for gspo, grpo in shares]
+    return (
+        f"GSPO's share divided by GRPO's is {ratios[0]} with the paper's windows, and {ratios[1]} at the closest others"
+    )
+
+
 def lengths(runs: Results) -> str:
     """Whether answers grow or shrink with the paper's windows."""
     verb = {-1: "shrink", 0: "show no decided change of length", 1: "grow"}
@@ -410,26 +419,28 @@ def rounding(results: Results) -> str:
     return f"The mean held-out reward differs from fp32's with {', '.join(different)}"
 
 
-def head(results: Results) -> str:
+def head(results: Results, with_sizes: bool = True) -> str:
     """Full logits in the dtype of the body change training."""
     every = head_changes(results)
-    names = {"score": "score", "clip_fraction": "clip fraction", "entropy": "entropy"}
-    different = [
-        f"the {names[measure]} of {label(arm.removesuffix(FULL_LOGITS))} by {estimate(record, '+.3f')}"
-        for arm, of_arm in every.items()
-        for measure, record in of_arm.items()
-        if sign(record)
-    ]
-    count = len(every) * len(HEAD_MEASURES)
-    if not different:
-        return f"Full logits instead of our head change no score, clip fraction or entropy ({count} intervals)"
-    return f"Full logits instead of our head change {', '.join(different)} ({len(different)} of {count} intervals)"
+    changed = {}
+    for arm, records in every.items():
+        sizes = [f"{name.replace('_', ' ')} {estimate(x, '+.3f')}" for name, x in records.items() if sign(x)]
+        if sizes:
+            changed[label(arm.removesuffix(FULL_LOGITS))] = sizes
+    if not changed:
+        return "Full logits instead of our head have no decided effect on score, clip fraction or entropy"
+    start = "Full logits instead of our head change training with "
+    if not with_sizes:
+        return start + ", ".join(changed)
+    count, decided = len(every) * len(HEAD_MEASURES), sum(map(len, changed.values()))
+    listed = "; ".join(f"{arm}: {', '.join(sizes)}" for arm, sizes in changed.items())
+    return f"{start}{listed}. {decided} of {count} intervals exclude 0; by chance, {0.05 * count:.1f} would"
 
 
 def title(results: Results) -> str:
     """What a figure shows, in a sentence: who learns faster, or what rounding changes."""
     if results["study"] == "rounding":
-        return f"{rounding(results)}.\n{head(results)}"
+        return f"{rounding(results)}.\n{head(results, with_sizes=False)}"
     if results["study"] == "long":
         runs = results["runs"]
         if not verdicts(results):

@@ -129,7 +129,7 @@ def test_bodies_and_samplers_in_half_precision_are_compared_with_fp32() -> None:
     assert by_update["gspo" + compare_report.TIS]["rollout_weight_mean"][0] != 1
     assert len({str(by_update[label.replace("GSPO", "gspo")]["entropy"]) for label in bodies}) == len(bodies)
     assert compare_report.head_changes(results).keys() == {x for x in by_update if x.endswith("full logits")}
-    assert compare_report.verdicts(results)["head"].startswith("Full logits instead of our head change no score")
+    assert compare_report.verdicts(results)["head"].startswith("Full logits instead of our head have no decided effect")
 
 
 def test_full_logits_in_fp32_train_like_our_head() -> None:

@@ -132,6 +132,17 @@ class Pairs(NamedTuple):
     live: Tensor  # [K] bool: False for pairs that cost nothing, such as those of masked rows
 
 
+class KeptRows(NamedTuple):
+    """The kept sets of a batch as pairs, and what becomes of each row."""
+
+    pairs: Pairs
+    is_target: Tensor  # [K] bool: the pair has the row's target id
+    computed: Tensor  # [N] bool: unmasked rows with at least two ids
+    is_single: Tensor  # [N] bool: unmasked rows with one id
+    full: Tensor | None  # [N] bool: unmasked rows whose log-prob is over the full vocabulary
+    invalid: Tensor  # [N] bool: rows whose log-prob is NaN, because an id is wrong or the target is not in the set
+
+
 class Groups(NamedTuple):
     """Pairs grouped by row or by id. Group g holds the pairs order[begin[g]] to order[begin[g + 1] - 1]."""
 

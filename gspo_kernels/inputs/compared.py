@@ -11,10 +11,9 @@ from torch import Tensor
 
 from .. import validation
 from ..backends.dispatch import backend_variable
-from ..backends.rows import HeadRows, Pairs
+from ..backends.rows import HeadRows, KeptRows, Pairs
 from ..backends.self_check import verdict
 from ..backends.workspace import cache_variable, workspace_bytes
-from ..ops.pairs import KeptRows
 from ..ranks.dtensors import is_dtensor
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from ..validation import Unquoted, dtype_name

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends.rows import HeadRows, Pairs
+from ..backends.rows import HeadRows, KeptRows, Pairs
 from ..kept_sets import EMPTY, KeptSets
 from ..layout import segment_sum, sequence_of_row
-from ..ops.pairs import KeptRows
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from ..validation import TensorChecks, Unquoted
 

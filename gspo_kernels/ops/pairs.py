@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import pairs as shared
 from ..backends.dispatch import implementation
 from ..backends.precision import exact_products
-from ..backends.rows import HeadGradients, HeadRows, NeedsGradient, Pairs
+from ..backends.rows import HeadGradients, HeadRows, KeptRows, NeedsGradient, Pairs
 from ..layout import accumulator
 from .head import Gradients, by_argument, linear_log_probs_op, needed_gradients
 from .tuples import Operator, restore, save
@@ -81,17 +81,6 @@ logits_at_backward_op.no_autograd(lambda *_: "linear_log_probs")
 
 
 # -- log-probs over kept sets, and of extra ids
-
-
-class KeptRows(NamedTuple):
-    """The kept sets of a batch as pairs, and what becomes of each row."""
-
-    pairs: Pairs
-    is_target: Tensor  # [K] bool: the pair has the row's target id
-    computed: Tensor  # [N] bool: unmasked rows with at least two ids
-    is_single: Tensor  # [N] bool: unmasked rows with one id
-    full: Tensor | None  # [N] bool: unmasked rows whose log-prob is over the full vocabulary
-    invalid: Tensor  # [N] bool: rows whose log-prob is NaN, because an id is wrong or the target is not in the set
 
 
 def kept_log_probs(

@@ -16,7 +16,7 @@ PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
 # From the lowest floor to the highest. A room imports only from floors below its own.
 HOUSE = (
     {"extras", "layout", "reference", "tolerance", "validation"},
-    {"groups", "ranks", "sampler_mismatch"},
+    {"groups", "kept_sets", "ranks", "sampler_mismatch"},
     {"advantages", "metrics", "objective"},
     {"backends"},
     {"inputs", "memory", "ops"},
@@ -30,7 +30,7 @@ HOUSE = (
 BACKENDS = (
     {"workspace"},
     {"precision", "rows"},
-    {"live_tiles"},
+    {"live_tiles", "pairs"},
     {"torch", "triton"},
     {"adapter"},
     {"self_check"},

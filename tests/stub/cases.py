@@ -126,7 +126,7 @@ def step(
             loss = gspo_fused_loss(hidden, weight, head.target_ids, torch.ones(2), **options).loss
         else:
             out = linear_log_probs(hidden, weight, head.target_ids, **options)
-            loss = sum(x.sum() for x in out if x is not None)
+            loss = torch.stack([x.sum() for x in out if x is not None]).sum()
         return torch.autograd.grad(loss, [x for x in (hidden, weight, bias) if x is not None])
 
     return run

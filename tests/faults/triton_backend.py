@@ -171,8 +171,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "vespo: k of the other sign, in Triton": (
         "vespo_weight",
-        "k = tl.where(advantage < 0,",
-        "k = tl.where(advantage > 0,",
+        "tl.where(advantage < 0, tl.full([], bounds.k_neg, ACC), tl.full([], bounds.k_pos, ACC))",
+        "tl.where(advantage > 0, tl.full([], bounds.k_neg, ACC), tl.full([], bounds.k_pos, ACC))",
         "presets::test_a_preset_is_the_formula_of_its_source[triton-vespo]",
     ),
     "a product of ratios normalized by length, in Triton": (

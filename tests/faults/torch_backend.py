@@ -9,8 +9,8 @@ OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "log-ratio not divided by the length": (
         "torch/sequence:policy_forward",
-        "u = total / lengths.clamp(min=1)",
-        "u = total",
+        "total / lengths.clamp(min=1)",
+        "total",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "gradient of the log-ratio not divided by the length": (

@@ -200,13 +200,10 @@ class Objective:
             "entropy_coef": ("a finite number", lambda x: abs(x) <= validation.LARGEST),
             "sapo_temperature_pos": ("a number >= 1e-30, within float32", _valid_sapo_temperature),
             "sapo_temperature_neg": ("a number >= 1e-30, within float32", _valid_sapo_temperature),
-            **dict.fromkeys(
-                ("vespo_k_pos", "vespo_k_neg"), ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST)
-            ),
-            **dict.fromkeys(
-                ("vespo_lambda_pos", "vespo_lambda_neg"),
-                ("a finite number >= 1e-4", lambda x: 1e-4 <= x <= validation.LARGEST),
-            ),
+            "vespo_k_pos": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
+            "vespo_k_neg": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
+            "vespo_lambda_pos": ("a finite number >= 1e-4", lambda x: 1e-4 <= x <= validation.LARGEST),
+            "vespo_lambda_neg": ("a finite number >= 1e-4", lambda x: 1e-4 <= x <= validation.LARGEST),
         }  # fmt: skip  # a table
         optional = ("dual_clip", "delta", "length_norm")
         for name, (expected, is_valid) in numbers.items():

@@ -59,7 +59,8 @@ class GSPOConfig(GRPOConfig):
         ValueError, TypeError: GRPOConfig refuses a setting; `generation_batch_size` and `steps_per_generation`
             disagree; `gradient_budget` or `cache_mib` is invalid; or a setting of the loss is: `loss_type`,
             `importance_sampling_level`, `epsilon`, `epsilon_high`, `delta`, `beta`, `temperature`,
-            `sapo_temperature_pos`, `sapo_temperature_neg`.
+            `sapo_temperature_pos`, `sapo_temperature_neg`, `vespo_k_pos`, `vespo_lambda_pos`, `vespo_k_neg`,
+            `vespo_lambda_neg`.
     """
 
     importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
@@ -158,6 +159,9 @@ def _check_loss(config: GSPOConfig) -> None:
     check.number("beta", config.beta, "a finite number >= 0", lambda x: 0 <= x < math.inf)
     for name in ("temperature", "sapo_temperature_pos", "sapo_temperature_neg"):
         check.number(name, getattr(config, name), "a finite number > 0", lambda x: 0 < x < math.inf)
+    if loss_type == "vespo" and hasattr(config, "vespo_k_pos"):  # absent in old versions of TRL
+        for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
+            check.number(name, getattr(config, name), "a finite number >= 0", lambda x: 0 <= x < math.inf)
 
 
 def check_trainer(place: str, kind: type[GRPOTrainer], args: Any) -> None:

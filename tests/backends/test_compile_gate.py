@@ -98,6 +98,9 @@ def table(architecture: str) -> set[tuple[str, Any]]:
     entries.add(("list_cells", tuning.LIST))
     sequences = (tuning.sequence_config(dtype) for dtype in (torch.float32, torch.float64))
     entries |= {(name, config) for config in sequences for name in ("count_tokens", "sequence_loss", "finish")}
+    for dtype in (torch.float32, torch.float64):
+        entries |= {("multiply_pairs", tuning.pair_config("products", dtype))}
+        entries |= {("sum_pairs", tuning.pair_config("sums", dtype))}
     with tuning.assume(architecture):
         cpu = torch.device("cpu")
         products = [tuning.product_config(dtype, cpu) for dtype in (torch.bfloat16, torch.float32, torch.float64)]

@@ -33,8 +33,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "log-ratio not divided by the length": (
         "torch/sequence:policy_forward",
-        "u = total / lengths.clamp(min=1)",
-        "u = total",
+        "total / lengths.clamp(min=1)",
+        "total",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "gradient of the log-ratio not divided by the length": (
@@ -91,6 +91,18 @@ FAULTS: dict[str, Fault] = {
         "sampled + torch.where(other_q == 0, 0, other_q * (other_q.log() - other_p.log()))",
         "sampled",
         "presets::test_a_preset_is_the_formula_of_its_source[torch-dppo_kl]",
+    ),
+    "vespo: log-ratios of tokens not bounded": (
+        "torch/sequence:_log_ratios",
+        "summed = token_log_ratio.clamp(-VESPO_TOKEN_BOUND, VESPO_TOKEN_BOUND)",
+        "summed = token_log_ratio",
+        "presets::test_a_preset_is_the_formula_of_its_source[torch-vespo]",
+    ),
+    "topr: positive advantages tapered": (
+        "_topr",
+        "torch.where(negative & ~high, u, 0)",
+        "torch.where(~high, u.clamp(max=0), 0)",
+        "presets::test_a_preset_is_the_formula_of_its_source[torch-topr]",
     ),
     "sapo: the ratio left out of the gradient": (
         "_sapo",

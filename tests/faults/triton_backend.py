@@ -143,7 +143,7 @@ FAULTS: dict[str, Fault] = {
         f"{OBJECTIVE}[triton-padded-k3]",
     ),
     "log-ratios summed in fp32": (
-        "mean_log_ratio",
+        "sequence_log_ratio",
         "total += r.to(tl.float64)",
         "total = (total + r).to(ACC)",
         "kernels::test_sums_of_equal_tokens_are_exact[triton]",
@@ -180,6 +180,18 @@ FAULTS: dict[str, Fault] = {
         "free = unmasked & (low == 0) & (high == 0)",
         "free = unmasked",
         f"{OBJECTIVE}[triton-padded-gmpo]",
+    ),
+    "vespo: k of the other sign, in Triton": (
+        "vespo_weight",
+        "tl.where(advantage < 0, tl.full([], bounds.k_neg, ACC), tl.full([], bounds.k_pos, ACC))",
+        "tl.where(advantage > 0, tl.full([], bounds.k_neg, ACC), tl.full([], bounds.k_pos, ACC))",
+        "presets::test_a_preset_is_the_formula_of_its_source[triton-vespo]",
+    ),
+    "a product of ratios normalized by length, in Triton": (
+        "sequence_log_ratio",
+        "OBJECTIVE.RATIO != PRODUCT_RATIO",
+        "True",
+        "presets::test_a_preset_is_the_formula_of_its_source[triton-topr]",
     ),
     "dppo: a divergence equal to its bound drops the token, in Triton": (
         "triton/surrogates:dppo",

@@ -63,12 +63,14 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [  # a setting, its value, and ot
     ("temperature", NAN, {}),
     ("sapo_temperature_pos", 0.0, {"loss_type": "sapo"}),
     ("sapo_temperature_neg", NAN, {"loss_type": "sapo"}),
+    *([("vespo_lambda_pos", NAN, {"loss_type": "vespo"})] if hasattr(GSPOConfig, "vespo_lambda_pos") else []),
 ]
 ALLOWED: list[dict[str, Any]] = [
     {"loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None},
     {"loss_type": "grpo", "epsilon": 1.0, "epsilon_high": INF},  # no clipping
     {"loss_type": "cispo", "importance_sampling_level": "token", "epsilon": 5.0, "epsilon_high": None},
     {"loss_type": "sapo", "importance_sampling_level": "token", "epsilon": 2.0},
+    {"loss_type": "vespo", "importance_sampling_level": "token"},
     {"importance_sampling_level": "sequence_token" if HAS_GSPO_TOKEN else "sequence", "delta": 1.0006, "beta": 0.04},
     {"beta": 0, "temperature": 1},
 ]

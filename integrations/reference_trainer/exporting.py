@@ -186,6 +186,7 @@ def result(rows: list[dict[str, Any]]) -> str:
     ]
     for x in results:
         change, prompts = ("-", "-") if x.change is None else (x.change.signed(), x.change.prompts)
-        lines.append(f"| {x.name} | {x.start or '-'} | {x.end or '-'} | {change} | {prompts} | {x.verdict} |")
-    said = sentence(results)
+        said = x.verdict if last else "-"
+        lines.append(f"| {x.name} | {x.start or '-'} | {x.end or '-'} | {change} | {prompts} | {said} |")
+    said = sentence(results) if last else "not decided: the model was saved before the second evaluation"
     return "\n".join([*lines, "", f"{said[0].upper()}{said[1:]}."])

@@ -107,6 +107,7 @@ def test_the_card_of_an_interrupted_run_is_about_the_saved_step(runs: Path, tmp_
     export(tmp_path / "run", tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "1 of 2 rollouts, seed 0" in text and "| before training | after 0 rollouts |" in text
+    assert "Not decided: the model was saved before the second evaluation." in text
     assert not (tmp_path / "out" / "trainer_state.json").exists()
 
 

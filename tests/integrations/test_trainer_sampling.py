@@ -13,7 +13,7 @@ import torch
 from helpers.reference_runs import rows_of, small
 from tolerance import CHI_SQUARE_DEVIATIONS, MODEL_LOG_PROB_ABSOLUTE
 
-from gspo_kernels.integrations.reference_trainer import policy, read_config, train, update
+from gspo_kernels.integrations.reference_trainer import held_out, policy, read_config, train, update
 from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.sampling import choose, converse, encode, left_padded, padded
 from gspo_kernels.integrations.tasks import Example, RewardComponent, Rewards, Task
@@ -139,10 +139,10 @@ def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypa
     used = []
 
     def recorded(*args: Any, **options: Any) -> Any:
-        used.extend(options["seeds"] or [])
+        used.extend(options.get("seeds") or [])
         return converse(*args, **options)
 
-    monkeypatch.setattr(loop, "converse", recorded)
+    monkeypatch.setattr(held_out, "converse", recorded)
     train(small(tmp_path, seeds=(0, 7), steps=2))
     assert used == list(itertools.product((0, 7), (1, 2), range(4)))
 

@@ -136,8 +136,8 @@ def evaluate(
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
     try:
-        if answers is not None and answers.exists():
-            raise trainer.InputError(f"--answers: expected a file that does not exist yet, got {answers}")
+        if answers is not None and (answers.exists() or not answers.parent.is_dir()):
+            raise trainer.InputError(f"--answers: expected a new file in a folder that exists, got {answers}")
         evaluation = trainer.read_evaluation(source, options or ())
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             shown = bar.add_task("answers")

@@ -119,7 +119,7 @@ class TrainConfig:
     wandb_project: str | None = None  # None: the variable WANDB_PROJECT, or gspo
     wandb_entity: str | None = None  # None: the variable WANDB_ENTITY, or the account's default
     wandb_tags: tuple[str, ...] | None = None  # None: the variable WANDB_TAGS, or no tags
-    warn_after: int = 10  # consecutive steps in which no group has different rewards
+    warn_after: int = 10  # consecutive steps in which no group has different rewards, or no ratio moves
 
     def __post_init__(self) -> None:
         for f in fields(self):

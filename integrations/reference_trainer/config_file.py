@@ -58,6 +58,7 @@ TRL_NAMES = {
     "bf16": "precision=bf16 or precision=autocast",
     "fp16": "precision=fp16 or precision=fp16-autocast",
     "dataset_name": "data",
+    "eval_dataset": "eval_data",
     "epsilon": "clip_low and clip_high",
     "epsilon_high": "clip_high",
     "dtype": "precision",

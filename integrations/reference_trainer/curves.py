@@ -43,9 +43,10 @@ def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
             axes.set_ylim(bottom=0)
         for axes in panels:
             axes.set_visible(False)
+        prompts = len(evaluations[-1]["eval_rewards"]["total"])
         figure.supxlabel(
-            f"step. Dots: {evaluations[-1]['eval_prompts']} held-out prompts, greedy answers, 95% intervals. Dashed: "
-            f"training, sampled answers. Lines of training are means of {SMOOTHING} steps; faint: each step",
+            f"step. Dots: {prompts} held-out prompts, greedy answers, 95% intervals. Dashed: training, sampled "
+            f"answers. Lines of training are means of {SMOOTHING} steps; faint: each step",
             fontsize=9,
         )
         handles, labels = figure.axes[0].get_legend_handles_labels()

@@ -47,6 +47,8 @@ def export(run: str | Path, out: str | Path, seed: int | None = None, base: str 
     options, record = read_run(run)
     model = model_of_run(run, options["seeds"], seed)
     check_free(out)
+    if run.resolve() in out.resolve().parents and model.name in out.resolve().parts:
+        raise InputError(f"OUT: expected a folder outside {model}, got {out}")
     is_adapter = (model / "adapter_config.json").is_file()
     if base is not None and not is_adapter:
         raise InputError(f"--base: expected none, because {model} is not an adapter, got {base}")
@@ -177,13 +179,14 @@ def result(rows: list[dict[str, Any]]) -> str:
     results = held_out_results(rows)
     last = [row["step"] for row in rows if "eval_reward" in row][-1]
     lines = [
-        f"Greedy answers to {results[0].prompts} held-out prompts, with 95% bootstrap intervals over the prompts.",
+        "Greedy answers to held-out prompts, with 95% bootstrap intervals over the prompts.",
         "",
-        f"| reward | before training | after {last} rollouts | change, prompt by prompt | verdict |",
-        "|---|---|---|---|---|",
+        f"| reward | before training | after {last} rollouts | change, prompt by prompt | prompts | verdict |",
+        "|---|---|---|---|---|---|",
     ]
     for x in results:
-        change = "-" if x.change is None else x.change.signed()
-        lines.append(f"| {x.name} | {x.start or '-'} | {x.end or '-'} | {change} | {x.verdict} |")
-    said = sentence(results)
+        change, prompts = ("-", "-") if x.change is None else (x.change.signed(), x.change.prompts)
+        said = x.verdict if last else "-"
+        lines.append(f"| {x.name} | {x.start or '-'} | {x.end or '-'} | {change} | {prompts} | {said} |")
+    said = sentence(results) if last else "not decided: the model was saved before the second evaluation"
     return "\n".join([*lines, "", f"{said[0].upper()}{said[1:]}."])

@@ -20,12 +20,16 @@ FEWEST = 10  # prompts; with fewer, the interval is too narrow to decide anythin
 Row = dict[str, Any]
 
 
+PARTS = ("", "_low", "_high", "_prompts")  # the endings of metrics: the fields of an Estimate
+
+
 class Estimate(NamedTuple):
     """A mean over prompts, with its 95% interval."""
 
     mean: float
     low: float
     high: float
+    prompts: int  # to which the reward applies
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -47,7 +51,7 @@ def estimate(values: Sequence[float | None]) -> Estimate | None:
     generator = np.random.default_rng(0)
     blocks = [known[generator.integers(count, size=(100, count))].mean(1) for _ in range(RESAMPLES // 100)]
     low, high = np.quantile(np.concatenate(blocks), [0.025, 0.975])
-    return Estimate(known.mean().item(), low.item(), high.item())
+    return Estimate(known.mean().item(), low.item(), high.item(), count)
 
 
 def difference(values: Sequence[float | None], start: Sequence[float | None]) -> Estimate | None:
@@ -56,9 +60,9 @@ def difference(values: Sequence[float | None], start: Sequence[float | None]) ->
     return estimate([None if x is None or before is None else x - before for x, before in pairs])
 
 
-def verdict(change: Estimate, prompts: int) -> str:
+def verdict(change: Estimate) -> str:
     """ "better" or "worse" if the interval of the paired difference excludes 0, otherwise "not decided"."""
-    if prompts < FEWEST:
+    if change.prompts < FEWEST:
         return "not decided"
     return "better" if change.low > 0 else "worse" if change.high < 0 else "not decided"
 
@@ -84,7 +88,7 @@ def held_out_metrics(now: Row, start: Row | None) -> Row:
         now: of `rewards_by_prompt`.
         start: the same before the first update; None: report no change.
     """
-    metrics: Row = {"eval_prompts": len(now["total"])}
+    metrics: Row = {}
     for suffix, values in columns(now).items():
         metrics |= named("eval_reward", suffix, estimate(values))
         if start is not None and suffix in columns(start):
@@ -99,15 +103,15 @@ def columns(rewards: Row) -> dict[str, list[float | None]]:
 
 
 def named(name: str, suffix: str, of: Estimate | None) -> Row:
-    """Metrics of an estimate: name, name_low and name_high, with a suffix."""
-    return {} if of is None else {f"{name}{part}{suffix}": x for part, x in zip(("", "_low", "_high"), of, strict=True)}
+    """The metrics of an estimate, such as eval_reward_low/exact for the suffix "/exact"."""
+    return {} if of is None else {f"{name}{part}{suffix}": x for part, x in zip(PARTS, of, strict=True)}
 
 
 def read_estimate(row: Mapping[str, Any], name: str, suffix: str) -> Estimate | None:
     """The estimate that `named` has written, or None."""
     if f"{name}_low{suffix}" not in row:
         return None
-    return Estimate(*(row[f"{name}{part}{suffix}"] for part in ("", "_low", "_high")))
+    return Estimate(*(row[f"{name}{part}{suffix}"] for part in PARTS))
 
 
 def suffixes(row: Mapping[str, Any]) -> list[str]:
@@ -120,7 +124,6 @@ class HeldOut:
     """A held-out reward before the first update and in the last evaluation: the total, or a component."""
 
     name: str
-    prompts: int
     start: Estimate | None  # None: the reward applied to no prompt, or the run did not have it
     end: Estimate | None
     change: Estimate | None  # of the differences prompt by prompt; None: start and end cannot be compared
@@ -128,7 +131,7 @@ class HeldOut:
     @property
     def verdict(self) -> str:
         """ "better", "worse", "not decided", or "not comparable"."""
-        return "not comparable" if self.change is None else verdict(self.change, self.prompts)
+        return "not comparable" if self.change is None else verdict(self.change)
 
 
 def held_out_results(rows: Sequence[Row]) -> tuple[HeldOut, ...]:
@@ -141,7 +144,6 @@ def held_out_results(rows: Sequence[Row]) -> tuple[HeldOut, ...]:
     return tuple(
         HeldOut(
             suffix.removeprefix("/") or "total",
-            last["eval_prompts"],
             read_estimate(first, "eval_reward", suffix),
             read_estimate(last, "eval_reward", suffix),
             read_estimate(last, "eval_change", suffix),
@@ -156,11 +158,12 @@ def sentence(results: Sequence[HeldOut]) -> str:
     if total.change is None or total.start is None or total.end is None:
         missing = "no held-out prompt has a reward" if total.end is None else "the rewards changed during the run"
         return f"{total.verdict}: {missing}"
-    mean, low, high = (f"{x:+.3f}" for x in total.change)
+    mean, low, high = (f"{x:+.3f}" for x in total.change[:3])
+    prompts = total.change.prompts
     start, end = f"{total.start.mean:.3f}", f"{total.end.mean:.3f}"
     text = f"{total.verdict}: the held-out reward went from {start} to {end}, a change of {mean}"
-    text += f" (95% interval {low} to {high}, {total.prompts} prompts)"
-    if total.prompts < FEWEST:
+    text += f" (95% interval {low} to {high}, {prompts} prompts)"
+    if prompts < FEWEST:
         text += f". At least {FEWEST} prompts are needed to decide"
     for word in ("worse", "better"):
         named = [x.name for x in components if x.verdict == word]

@@ -121,14 +121,16 @@ class RunReport:
 
     def table(self) -> Table:
         """A table with one line per seed and held-out reward."""
-        headings = ("seed", "reward", "start", "end", "paired change", "verdict")
-        prompts = self.results[0].held_out[0].prompts
-        title = f"Held-out rewards: greedy answers to {prompts} prompts, with 95% bootstrap intervals over the prompts"
+        headings = ("seed", "reward", "start", "end", "paired change", "prompts", "verdict")
+        title = "Held-out rewards: greedy answers, with 95% bootstrap intervals over the prompts"
         table = Table(*headings, title=title)
         for result in self.results:
             for x in result.held_out:
                 change = "-" if x.change is None else x.change.signed()
-                table.add_row(str(result.seed), x.name, str(x.start or "-"), str(x.end or "-"), change, x.verdict)
+                prompts = str((x.change or x.end or x.start or (0,))[-1])
+                table.add_row(
+                    str(result.seed), x.name, str(x.start or "-"), str(x.end or "-"), change, prompts, x.verdict
+                )
         return table
 
     def summary(self) -> list[str]:

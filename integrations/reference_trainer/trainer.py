@@ -24,7 +24,7 @@ from .checkpoints import CHECKPOINT, WriteError
 from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
-from .held_out import check_failures, collect, held_out_metrics, rewards_by_prompt
+from .held_out import check_failures, collect, held_out_metrics, held_out_results, rewards_by_prompt, sentence
 from .loading import pick_device, policy_of_seed, set_seed
 from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
@@ -368,6 +368,8 @@ class Training(Learner):
                 say(reason)
             if self.config.save:
                 say(f"model: {folder.save_model(self.policy, self.seed, self.step)}")
+            if any("eval_change" in row for row in self.rows):
+                say(f"seed {self.seed}: {sentence(held_out_results(self.rows))}")
             say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
 
     def say_how_to_continue(self) -> None:

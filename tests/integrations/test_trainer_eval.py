@@ -49,7 +49,7 @@ def test_a_run_is_evaluated_as_its_last_evaluation_was(run: Path, tmp_path: Path
         assert (report["prompts"], report["samples"], list(report["rewards"])) == (12, 4, ["total", "length", "long"])
         for name, measures in report["rewards"].items():
             suffix = "" if name == "total" else f"/{name}"
-            shown = [last[f"eval_reward{part}{suffix}"] for part in ("", "_low", "_high")]
+            shown = [last[f"eval_reward{part}{suffix}"] for part in ("", "_low", "_high", "_prompts")]
             assert list(measures["greedy"].values()) == pytest.approx(shown)
             assert list(measures) == ["greedy", "sampled", "pass@1", "pass@2", "pass@4"]
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
@@ -73,7 +73,7 @@ def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> 
     for source in (run, run / "model-seed3"):
         report = gspo_eval(source, f"data={data}", reward, "n=0", "max_new_tokens=3")
         assert report["rewards"] == {
-            "total": {"greedy": pytest.approx({"mean": 1.5, "low": 0.5, "high": 2.5}, abs=0.26)}
+            "total": {"greedy": pytest.approx({"mean": 1.5, "low": 0.5, "high": 2.5, "prompts": 4}, abs=0.26)}
         }
     report = gspo_eval(run / "model-seed3", "task=sorting", "eval_prompts=5", "n=1", "max_new_tokens=7", "k=1")
     assert report["prompts"] == 5 and list(report["rewards"]["total"]) == ["greedy", "sampled", "pass@1"]
@@ -107,7 +107,7 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
         ),
         ("{run}", "max_new_token=1", "(is it 'max_new_tokens'?)"),
         ("{run}", "--n 4", "expected key=value"),
-        ("{run}", "n=-1", "n: expected a number >= 0, got -1"),
+        ("{run}", "n=-1", "n: expected a number from 0 to 2**32 - 1, got -1"),
         ("{run}", "n=2 k=1,3", "k: expected numbers from 1 to n=2, got [1, 3]"),
         ("{run}", "seed=0", "seed: expected one of {run}'s seeds [3, 4], got 0"),
         ("{run}", "data=no.jsonl", "data no.jsonl: expected a jsonl file, got no file"),
@@ -116,7 +116,7 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
         (
             "{run}",
             "--answers {run}/metrics.jsonl",
-            "--answers: expected a file that does not exist yet, got {run}",
+            "--answers: expected a new file in a folder that exists, got {run}",
         ),
         (
             "{run}/model-seed3",

@@ -86,8 +86,8 @@ def test_the_card_has_data_rewards_result_settings_and_versions(runs: Path, tmp_
     last = [row for row in rows_of(runs / "lora") if row["seed"] == 1][-1]
     for expected in (
         "`base`, trained with reinforcement learning by `gspo train`: 2 of 2 rollouts, seed 1.",
-        "Greedy answers to 2 held-out prompts",
-        "| after 2 rollouts |\n|---|---|---|---|---|\n| total | ".partition("\n")[0],
+        "| reward | before training | after 2 rollouts | change, prompt by prompt | prompts | verdict |\n",
+        " | 2 | not decided |\n",
         f"| {last['eval_reward']:.3f} [{last['eval_reward_low']:.3f}, {last['eval_reward_high']:.3f}] | ",
         "Not decided: the held-out reward went from",
         "Held out: 2 of 12 prompts, by random.Random(0).sample.",
@@ -107,6 +107,7 @@ def test_the_card_of_an_interrupted_run_is_about_the_saved_step(runs: Path, tmp_
     export(tmp_path / "run", tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "1 of 2 rollouts, seed 0" in text and "| before training | after 0 rollouts |" in text
+    assert "Not decided: the model was saved before the second evaluation." in text
     assert not (tmp_path / "out" / "trainer_state.json").exists()
 
 
@@ -145,6 +146,7 @@ def test_a_base_that_has_moved_is_named_and_can_be_given(runs: Path, tmp_path: P
             "{runs}/full {out} --base {runs}/base",
             "--base: expected none, because {runs}/full/model-seed0 is not an adap",
         ),
+        ("{runs}/full {runs}/full/model-seed0/new", "OUT: expected a folder outside {runs}/full/model-seed0, got"),
         ("{runs}/full {runs}/base", "OUT: expected a folder that does not exist or is empty, got {runs}/base"),
         (
             "{runs}/full {runs}/rewards.py",

@@ -15,10 +15,12 @@ from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
 
 from gspo_kernels.integrations.reference_trainer import InputError, policy, read_config, train, train_config
 from gspo_kernels.integrations.reference_trainer.held_out import (
+    PARTS,
     Estimate,
     difference,
     estimate,
     held_out_results,
+    named,
     pass_at_k,
     sentence,
     verdict,
@@ -37,8 +39,8 @@ def test_the_interval_is_that_of_all_resamples() -> None:
     """Of four prompts, all 256 resamples can be listed."""
     values = [0.0, 1.0, 1.0, 5.0]
     means = [fmean(x) for x in itertools.product(values, repeat=4)]
-    mean, low, high = known(estimate(values))
-    assert mean == fmean(values)
+    mean, low, high, prompts = known(estimate(values))
+    assert (mean, prompts) == (fmean(values), 4)
     assert (low, high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.26)  # a quarter between means
     assert estimate([None, *values, None]) == estimate(values) and estimate([None]) is None
 
@@ -54,20 +56,20 @@ def test_a_difference_is_paired() -> None:
     start = [float(i) for i in range(20)]
     now = [x + 0.1 + 0.01 * (i % 3) for i, x in enumerate(start)]
     change = known(difference(now, start))
-    assert known(estimate(now)).low < known(estimate(start)).high and verdict(change, 20) == "better"
+    assert known(estimate(now)).low < known(estimate(start)).high and verdict(change) == "better"
     assert change.mean == pytest.approx(0.1095)
-    assert verdict(known(difference(start, now)), 20) == "worse"
-    assert difference([1.0, None, 3.0], [0.0, 0.0, None]) == Estimate(1.0, 1.0, 1.0)
+    assert verdict(known(difference(start, now))) == "worse"
+    assert difference([1.0, None, 3.0], [0.0, 0.0, None]) == Estimate(1.0, 1.0, 1.0, 1)
 
 
 def test_a_verdict_needs_an_interval_without_0_and_enough_prompts() -> None:
-    for change, prompts, expected in [
-        (Estimate(0.1, 0.01, 0.2), 10, "better"),
-        (Estimate(0.1, 0.0, 0.2), 1000, "not decided"),
-        (Estimate(-0.1, -0.2, -0.01), 10, "worse"),
-        (Estimate(1.0, 1.0, 1.0), 9, "not decided"),
+    for change, expected in [
+        (Estimate(0.1, 0.01, 0.2, 10), "better"),
+        (Estimate(0.1, 0.0, 0.2, 1000), "not decided"),
+        (Estimate(-0.1, -0.2, -0.01, 10), "worse"),
+        (Estimate(1.0, 1.0, 1.0, 9), "not decided"),
     ]:
-        assert verdict(change, prompts) == expected
+        assert verdict(change) == expected
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer() -> None:
@@ -81,14 +83,14 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer() -> None:
 def test_a_component_that_falls_is_named_although_the_total_rises() -> None:
     """A format bonus must not hide that fewer answers are right."""
 
-    def row(right: float, form: float, changes: dict[str, Estimate]) -> dict[str, Any]:
-        named = {"": right + form, "/right": right, "/form": form}
-        metrics = {f"eval_reward{part}{name}": x for name, x in named.items() for part in ("", "_low", "_high")}
-        for suffix, change in changes.items():
-            metrics |= {f"eval_change{part}{suffix}": x for part, x in zip(("", "_low", "_high"), change, strict=True)}
-        return {"eval_prompts": 40, "clip_fraction": 0.1, "seconds": 1.0, "groups_without_signal": 0.0} | metrics
+    def row(right: float, form: float, changes: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        for suffix, x in {"": right + form, "/right": right, "/form": form}.items():
+            metrics |= named("eval_reward", suffix, Estimate(x, x, x, 40))
+            metrics |= named("eval_change", suffix, Estimate(*changes[suffix], 40)) if changes else {}
+        return metrics
 
-    changes = {"": Estimate(0.3, 0.2, 0.4), "/right": Estimate(-0.2, -0.3, -0.1), "/form": Estimate(0.5, 0.4, 0.6)}
+    changes = {"": (0.3, 0.2, 0.4), "/right": (-0.2, -0.3, -0.1), "/form": (0.5, 0.4, 0.6)}
     results = held_out_results([row(0.3, 0.1, {}), row(0.1, 0.6, changes)])
     assert [(x.name, x.verdict) for x in results] == [
         ("total", "better"),
@@ -122,15 +124,17 @@ def test_a_run_writes_each_held_out_reward_with_its_interval_and_change(tmp_path
     for row in (first, last):
         by_prompt = row["eval_rewards"]
         lengths, briefs = by_prompt["components"]["length"], by_prompt["components"]["brief"]
-        assert row["eval_prompts"] == len(lengths) == 12 and {None} < set(briefs)
+        assert row["eval_reward_prompts"] == len(lengths) == 12 and {None} < set(briefs)
         assert by_prompt["total"] == [x + 2 * (y or 0.0) for x, y in zip(lengths, briefs, strict=True)]
         for suffix, values in {"": by_prompt["total"], "/length": lengths, "/brief": briefs}.items():
-            shown = [row[f"eval_reward{part}{suffix}"] for part in ("", "_low", "_high")]
+            shown = [row[f"eval_reward{part}{suffix}"] for part in PARTS]
             assert shown == pytest.approx(list(known(estimate(values)))), suffix
     changes = known(difference(last["eval_rewards"]["total"], first["eval_rewards"]["total"]))
-    assert [last[f"eval_change{part}"] for part in ("", "_low", "_high")] == list(changes) and changes.mean != 0
+    assert [last[f"eval_change{part}"] for part in PARTS] == list(changes) and changes.mean != 0
     (result,) = report.results
-    assert [(x.name, x.prompts) for x in result.held_out] == [("total", 12), ("length", 12), ("brief", 12)]
+    applies = 12 - briefs.count(None)
+    compared = {"total": 12, "length": 12, "brief": applies}
+    assert {x.name: known(x.change).prompts for x in result.held_out} == compared and applies < 12
     assert result.held_out[0].change == changes
 
 
@@ -142,7 +146,7 @@ def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: 
     sizes = {**SMALL, "eval_prompts": None, "steps": 1, "max_new_tokens": 2, "output": tmp_path}
     report = train(train_config(model=tmp_path / "tiny", name="mine", **paths, **sizes))
     written = [json.loads(line) for line in (report.folder / "held_out.jsonl").read_text().splitlines()]
-    assert written == held_out and rows_of(report.folder)[0]["eval_prompts"] == 3
+    assert written == held_out and rows_of(report.folder)[0]["eval_reward_prompts"] == 3
     record = json.loads((report.folder / "config.json").read_text())["started_with"]
     assert record["held_out"] == f"all 3 prompts of {tmp_path}/eval.jsonl"
     assert "At least 10 prompts are needed to decide" in report.summary()[0]
@@ -205,5 +209,7 @@ def test_the_legend_of_the_curves_is_outside_the_panels(tmp_path: Path, monkeypa
 def test_the_table_has_a_line_for_each_reward(tmp_path: Path) -> None:
     report = train(small(tmp_path), reward=REWARDS)
     table = report.table()
-    assert "8 prompts" in str(table.title) and [*table.columns[1].cells] == ["total", "length", "brief"]
+    applies = str(rows_of(report.folder)[-1]["eval_change_prompts/brief"])
+    assert [*table.columns[1].cells] == ["total", "length", "brief"]
+    assert [*table.columns[5].cells] == ["8", "8", applies] != ["8", "8", "8"]
     assert all(re.fullmatch(r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", x) for x in map(str, table.columns[3].cells))

@@ -347,8 +347,8 @@ def test_rewards_of_turns_are_those_of_the_dialogue(tmp_path: Path) -> None:
 
 def test_a_summary_averages_clip_fractions_over_the_first_half_of_the_steps() -> None:
     steps = [{"clip_fraction": x, "seconds": 2.0, "groups_without_signal": 0.0} for x in (0.1, 0.3, 0.8)]
-    rows: list[dict[str, Any]] = [{"eval_reward": 0.25, "eval_prompts": 8}, *steps]
-    rows[-1] |= {"eval_reward": 0.75, "eval_prompts": 8}
+    rows: list[dict[str, Any]] = [{"eval_reward": 0.25}, *steps]
+    rows[-1]["eval_reward"] = 0.75
     result = SeedResult.from_rows(3, rows)
     assert (result.start_reward, result.end_reward, result.rise, result.seconds) == (0.25, 0.75, 0.5, 6.0)
     assert result.clip_fraction == close(0.2)

@@ -16,7 +16,7 @@ from helpers.ranks import run_ranks
 from helpers.reference_runs import rows_of, small
 from tolerance import FP16_RUN_RELATIVE, TRAINER_ABSOLUTE
 
-from gspo_kernels.integrations.reference_trainer import InputError, TrainingError, read_config, train, trainer
+from gspo_kernels.integrations.reference_trainer import InputError, TrainingError, held_out, read_config, train, trainer
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.integrations.reference_trainer.sampling import Dialogue, converse
@@ -49,7 +49,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 def train_in_ranks(rank: int, folder: Path, changes: dict[str, Any]) -> None:
     same_shapes = "precision" in changes
-    with patch.object(trainer, "converse", two_at_a_time) if same_shapes else nullcontext():
+    with patch.object(held_out, "converse", two_at_a_time) if same_shapes else nullcontext():
         train(config_of(folder, **changes))
 
 

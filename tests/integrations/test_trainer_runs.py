@@ -154,6 +154,9 @@ def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: 
     model = tmp_path / "stopped" / "model-seed0"
     assert f"model: {model}" in out and load_policy(str(model))
     assert f"continue: gspo train --resume {model.parent}" in out
+    assert re.search(
+        r"^seed 0: .*: the held-out reward went from 0\.\d{3} to 0\.\d{3}, a change of ", out, re.MULTILINE
+    )
     files = {"checkpoint.pt", "config.json", "curves.png", "held_out.jsonl", "metrics.jsonl", "samples.jsonl"}
     assert {p.name for p in model.parent.iterdir()} == files | {"model-seed0"}
     assert [row["step"] for row in rows_of(model.parent)][:5] == [0, 1, 2, 3, 4]

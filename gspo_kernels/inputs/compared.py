@@ -66,7 +66,7 @@ def head_values(arguments: HeadArguments, head: HeadInputs) -> dict[str, Any]:
 
 def pair_values(kept: KeptRows | None, extra: Pairs | None, rows: HeadRows) -> dict[str, Any]:
     """Return the kept sets and the extra ids by name. Entries of masked rows are arbitrary and not compared."""
-    values: dict[str, Any] = {"kept_sets": None, "extra_ids": None}
+    values: dict[str, Any] = {"kept_sets": None, "kept_sets.empty": None, "extra_ids": None}
     for name, pairs in (("kept_sets", None if kept is None else kept.pairs), ("extra_ids", extra)):
         if pairs is not None:
             first = shard_of(rows.shard).first if rows.shard else 0

@@ -15,7 +15,7 @@ from helpers.sharded_features import raises, rows
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor, nn
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels import KeptSets, Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.backends import workspace
 from gspo_kernels.inputs.compared import ENVIRONMENT
 from gspo_kernels.ranks import agreement
@@ -69,6 +69,21 @@ def arguments(function: Callable[..., Any], kind: str, group: Any) -> dict[str, 
     return {name: every[name] for name in inspect.signature(function).parameters if name in every}
 
 
+OPTIONAL = {"kept_sets", "extra_ids", "kl_log_probs"}  # not in `arguments`, because two of them exclude each other
+
+
+def optional_values(name: str, mine: dict[str, Any]) -> tuple[Any, Any]:
+    """Return two values of an argument of `OPTIONAL`, for the arguments `mine`."""
+    if name == "kl_log_probs":
+        one = mine["log_probs"].detach().clone()
+        return one, one - 0.1
+    ids = mine["target_ids"].clamp(0, V - 1)[:, None]  # masked tokens may have any id
+    one, other = torch.cat([ids, (ids + 1) % 50], 1), torch.cat([ids, (ids + 2) % 50], 1)
+    if name == "extra_ids":
+        return one, other
+    return KeptSets.from_padded(one, fill=-1), KeptSets.from_padded(other, fill=-1)
+
+
 def run(function: Callable[..., Any], mine: dict[str, Any], **changes: Any) -> Any:
     return function(**{**mine, **changes})
 
@@ -107,9 +122,8 @@ for _function, _kind in FUNCTIONS:
         group = context.group(2)
         mine = arguments(function, kind, group)
         last = rank_in(group) == 1
-        assert (
-            mine.keys() | {"tp_group", "cp_group", "rollout_log_probs"} >= inspect.signature(function).parameters.keys()
-        )
+        parameters = inspect.signature(function).parameters.keys()
+        assert mine.keys() | {"tp_group", "cp_group", "rollout_log_probs", *OPTIONAL} >= parameters
         optional = {"bias", "token_weights", *(("old_log_probs", "entropy") if kind == "cp_group" else ())}
         for name, x in mine.items():
             if name == kind:
@@ -123,6 +137,12 @@ for _function, _kind in FUNCTIONS:
             else:
                 with raises(f"{function.__name__}: {name}", f"must be equal on all ranks of {kind}"):
                     run(function, mine, **change)
+        for name in OPTIONAL & parameters:
+            one, other = optional_values(name, mine)
+            if kind == "cp_group":  # tokens of this rank
+                run(function, mine, **{name: other if last else one})
+            with raises(f"{function.__name__}: {name} must be equal on all ranks of {kind}"):
+                run(function, mine, **{name: one if not last else None if kind == "cp_group" else other})
         run(function, mine)  # the ranks are still in step
 
 

@@ -23,11 +23,11 @@ from .loading import load_policy, pick_device, set_seed
 from .policy import Policy
 from .report import HELD_OUT, model_of_run
 from .resuming import read_run
-from .sampling import fitting
+from .sampling import Truncation, fitting
 
 # Options of `gspo train` that apply to an evaluation. That of a run begins with the run's values.
 SHARED = ("task", "data", "reward", "reward_timeout", "eval_prompts", "max_prompt_tokens", "max_new_tokens")
-SHARED += ("temperature", "precision", "device", "threads")
+SHARED += ("temperature", "top_k", "top_p", "min_p", "precision", "device", "threads")
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,7 @@ def batches_of(evaluation: Evaluation, policy: Policy, task: Task, n: int) -> It
         sampling: dict[str, Any] = {"group_size": n or 1, "temperature": config.temperature if n else None}
         if n:
             sampling["seeds"] = [(evaluation.seed, 0, start + i) for i in range(len(part))]
+            sampling["truncation"] = Truncation(config.top_k, config.top_p, config.min_p)
         yield collect(config, policy, task, part, max_new_tokens=config.max_new_tokens, **sampling)
 
 

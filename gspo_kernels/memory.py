@@ -244,6 +244,25 @@ def sizes(head: HeadRows, backend: str) -> list[Size]:
     return [size(head, backend, mib, full) for mib in sorted({math.ceil(share * full) for share in SHARES})]
 
 
+def peaks_of_others(tokens: int, width: int, vocab: int) -> dict[str, int]:
+    """Peak memory of other implementations beyond their inputs, in bytes, for a head in half precision.
+
+    The formulas count tensors, and give the peaks that were measured on an H200 within 1 %
+    (benchmarks/results/gpu-nvidia-h200.json). They hold for batches of thousands of tokens.
+    """
+    d_weight, d_hidden = 2 * vocab * width, 2 * tokens * width
+    parts = 2 ** math.ceil(math.log2(-(-vocab // width)))  # Liger divides the tokens into about V / H parts
+    chunk = 2 ** math.ceil(math.log2(-(-tokens // parts)))
+    return {
+        "full logits": 3 * 4 * tokens * vocab,  # three fp32 tensors in the backward
+        "full logits, torch.compile": 6 * tokens * vocab,
+        # Gradients in fp32 and rounded, and tiles of logits.
+        "TRL 1.16's fused head": 3 * (d_weight + d_hidden) + 256 * MIB,
+        "Liger's fused cross-entropy": d_weight + d_hidden + 8 * chunk * vocab,
+        "cut-cross-entropy": d_weight + d_hidden,
+    }
+
+
 def default_cache_mib(device: torch.device, architecture: str | None) -> tuple[int | None, str]:
     """The default of `cache_mib`, and where it comes from. It is None if it depends on a GPU that is absent."""
     mib = cache_variable()
@@ -272,6 +291,7 @@ class Plan:
     aligned: bool
     tile_width: int  # columns
     operations_per_pass: float
+    others: dict[str, int]  # `peaks_of_others`; {} in fp32 or with several ranks
 
 
 def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> Plan:
@@ -302,6 +322,7 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
             aligned=shards_are_aligned(head, backend),
             tile_width=_tile_width(head, backend),
             operations_per_pass=2.0 * n * width * columns,
+            others=peaks_of_others(n, width, columns) if dtype.itemsize == 2 and batch.tp * batch.cp == 1 else {},
         )
 
 

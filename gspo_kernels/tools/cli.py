@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ..extras import MissingExtraError
-from .doctor.report import compile_kernels, diagnose, memory_of
+from .doctor.report import compile_kernels, diagnose, memory_of, sizes_of_model
 
 app = typer.Typer(
     help="Fused GSPO losses: train a model, check an installation, measure time and memory.",
@@ -212,6 +212,12 @@ def doctor(
             "unmasked tokens of a micro-batch."
         ),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's folder: with --tokens, as --memory with the sizes of its head.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="With --model: unmasked tokens of a micro-batch, such as 16384.")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -233,6 +239,12 @@ def doctor(
     """
     if compile_ and interpret:
         raise typer.BadParameter("kernels can be compiled or interpreted, but not both", param_hint="--interpret")
+    if (model is None) != (tokens is None):
+        raise typer.BadParameter("requires --tokens, and --tokens requires --model", param_hint="--model")
+    if model is not None and tokens is not None:
+        if memory is not None:
+            raise typer.BadParameter("cannot be combined with --memory", param_hint="--model")
+        memory = sizes_of_model(model, tokens)
     if memory is not None and (compile_ or interpret):
         raise typer.BadParameter("cannot be combined with --compile or --interpret", param_hint="--memory")
     if architecture and not compile_ and memory is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from gspo_kernels import gspo_fused_loss, memory
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.benchmarks.measure import RESULTS
 from gspo_kernels.ranks import collectives
 from gspo_kernels.tools.cli import app
 from gspo_kernels.tools.doctor import compile_cases
@@ -160,3 +162,39 @@ def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
     assert "The default here is cache_mib=2001 (GSPO_CACHE_MIB)" in run(*LLAMA)[1]
     assert json.loads(run("--json", *LLAMA)[1])["default"]["kept_rows"] == pytest.approx(1 / 4, abs=0.01)
+
+
+def test_the_peaks_of_others_are_those_that_were_measured() -> None:
+    results = json.loads((RESULTS / "gpu-nvidia-h200.json").read_text())["results"]
+    names = {
+        "naive GSPO": "full logits",
+        "naive GSPO, compiled": "full logits, torch.compile",
+        "TRL fused head": "TRL 1.16's fused head",
+        "Liger fused CE": "Liger's fused cross-entropy",
+        "cut-cross-entropy": "cut-cross-entropy",
+    }
+    shapes = {"rl-4k": (4096, 4096, 151_936), "rl-8k": (8192, 4096, 151_936), "rl-32k": (32_768, 4096, 151_936)}
+    shapes |= {"D": (8192, 4096, 151_936), "A": (4096, 4096, 131_072), "C": (4096, 896, 151_936)}
+    compared = set()
+    for group, shape in shapes.items():
+        computed = memory.peaks_of_others(*shape)
+        for record in results[group]["results"]:
+            if record.get("name") in names and "peak_bytes" in record:
+                name = names[record["name"]]
+                assert computed[name] == pytest.approx(record["peak_bytes"], rel=0.01), (group, name)
+                compared.add(name)
+    assert compared == set(names.values())
+    code, out = run("--memory", "8192,4096,151936", "--dtype", "bf16", "--architecture", "sm_90")
+    assert code == 0 and "full logits 14,244, full logits, torch.compile 7,122, TRL 1.16's fused head 4,009" in out
+
+
+def test_the_sizes_of_a_models_head_come_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": H, "vocab_size": V}}))
+    assert sizes("--model", str(tmp_path), "--tokens", str(N)) == sizes("--memory", BATCH)
+    for arguments, message in (
+        (["--model", str(tmp_path)], "requires --tokens"),
+        (["--model", str(tmp_path / "none"), "--tokens", "9"], "expected a model folder"),
+        (["--model", str(tmp_path), "--tokens", "9", "--memory", BATCH], "cannot be combined"),
+    ):
+        code, out = run(*arguments)
+        assert code == 2 and message in out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -150,10 +152,22 @@ def memory_of(
         "tokens_that_fit": planned.tokens_that_fit,
         "bound_mib": _mib(asdict(planned.bound)),
         "inputs_mib": _mib(planned.inputs),
+        "others_mib": _mib(planned.others),
         "operations_per_pass": planned.operations_per_pass,
         "collectives": [{**asdict(x), "received": x.received} for x in planned.collectives],
     }
     return verdict, True, details
+
+
+def sizes_of_model(folder: str, tokens: int) -> str:
+    """Return "N,H,V" for a micro-batch of `tokens` tokens of the model in a folder, from its config.json."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        config = config.get("text_config", config)
+        return f"{tokens},{config['hidden_size']},{config['vocab_size']}"
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        expected = "expected a model folder whose config.json has hidden_size and vocab_size"
+        raise typer.BadParameter(f"{expected}, got {folder} ({error!r})", param_hint="--model") from error
 
 
 def _mib(sizes: dict[str, int]) -> dict[str, float]:
@@ -188,6 +202,11 @@ def _lines_of(planned: Any) -> list[str]:
         f"Without a cache the loss needs at most {planned.bound.total / 2**20:,.0f} MiB on top of its inputs: "
         f"{named(asdict(planned.bound))}.",
     ]
+    if planned.others:
+        others = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in planned.others.items())
+        lines.append(
+            f"Others, by formulas that agree with measurements on an H200, on top of the inputs: {others} MiB."
+        )
     for x in planned.collectives:
         size = f"{x.size:,} bytes" + (
             f" ({planned.with_entropies:,} with entropies)" if x.of == "the results of tiles" else ""

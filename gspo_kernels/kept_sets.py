@@ -8,12 +8,13 @@ in which inference engines and trainers hand them over (docs/guides/truncated_sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .validation import Checks, Unquoted
+from .validation import Checks, Unquoted, positive
 
 EMPTY = ("error", "vocabulary")
 ORDERS = ("vllm", "transformers")
@@ -50,17 +51,22 @@ class KeptSets(NamedTuple):
             empty: see `KeptSets`.
         """
         check = Checks("KeptSets.from_padded")
-        if not isinstance(ids, Tensor) or ids.ndim not in (2, 3):
-            check.fail("ids", "a tensor [B, T, k] or [N, k]", ids, TypeError)
+        check_integers(check, "ids", ids, "[B, T, k] or [N, k]", (2, 3))
+        check.choice("empty", empty, EMPTY)
         if (sizes is None) == (fill is None):
-            check.fail("sizes", "given or None, and fill the other way round", sizes)
+            check.fail("sizes", "given, or fill instead of it, but not both", sizes)
         if sizes is not None:
-            if not isinstance(sizes, Tensor) or sizes.shape != ids.shape[:-1]:
+            check_integers(check, "sizes", sizes, str(list(ids.shape[:-1])), (ids.ndim - 1,))
+            if sizes.shape != ids.shape[:-1]:
                 check.fail("sizes", f"a tensor {list(ids.shape[:-1])}", sizes)
             if sizes.numel() and not 0 <= int(sizes.min()) <= int(sizes.max()) <= ids.shape[-1]:
-                check.fail("sizes", f"from 0 to k = {ids.shape[-1]}", Unquoted(sizes.aminmax()))
+                smallest, largest = sizes.aminmax()
+                got = Unquoted(f"values from {int(smallest)} to {int(largest)}")
+                check.fail("sizes", f"from 0 to k = {ids.shape[-1]}", got)
             kept = torch.arange(ids.shape[-1], device=ids.device) < sizes[..., None]
         else:
+            if isinstance(fill, bool) or not isinstance(fill, int):
+                check.fail("fill", "an int", fill, TypeError)
             kept = ids >= 0 if fill == -1 else ids != fill
         return KeptSets(ids[kept], _offsets(kept.sum(-1).reshape(-1)), empty)
 
@@ -68,11 +74,12 @@ class KeptSets(NamedTuple):
     def from_counts(ids: Tensor, counts: Tensor, *, empty: str = "error") -> KeptSets:
         """Make sets from all ids, [K] in the order of the tokens, and the size of each set, [B, T] or [N]: prime-rl."""
         check = Checks("KeptSets.from_counts")
-        if not isinstance(counts, Tensor) or counts.is_floating_point():
-            check.fail("counts", "a tensor [B, T] or [N] of integers", counts, TypeError)
+        check_integers(check, "counts", counts, "[B, T] or [N]", (1, 2))
+        check_integers(check, "ids", ids, "[K]", (1,))
+        check.choice("empty", empty, EMPTY)
         if counts.numel() and int(counts.min()) < 0:
             check.fail("counts", "at least 0", int(counts.min()))
-        if not isinstance(ids, Tensor) or ids.ndim != 1 or int(counts.sum()) != ids.shape[0]:
+        if int(counts.sum()) != ids.shape[0]:
             check.fail("ids", f"a tensor [K] with K = {int(counts.sum())}, the sum of counts", ids)
         return KeptSets(ids, _offsets(counts.reshape(-1)), empty)
 
@@ -91,10 +98,14 @@ class KeptSets(NamedTuple):
         check = Checks("KeptSets.from_lists")
         samples = []
         for answer in sets:
-            if any(not isinstance(x, Sequence) for x in answer):
-                check.fail("sets", "a list per answer of a list per token of ids", Unquoted("numbers in an answer"))
-            ids = torch.tensor([x for token in answer for x in token], dtype=torch.int64, device=device)
-            samples.append((ids, _offsets(torch.tensor([len(token) for token in answer], device=device))))
+            try:
+                tokens = [list(map(index, token)) for token in answer]
+            except TypeError:
+                got = Unquoted(f"{str(answer)[:60]} for an answer")
+                check.fail("sets", "for each answer, for each of its tokens, a list of integer ids", got, TypeError)
+            ids = torch.tensor([x for token in tokens for x in token], dtype=torch.int64, device=device)
+            sizes = torch.tensor([len(token) for token in tokens], dtype=torch.int64, device=device)
+            samples.append((ids, _offsets(sizes)))
         return _joined(check, "sets", samples, length, empty)
 
     @staticmethod
@@ -112,6 +123,7 @@ class KeptSets(NamedTuple):
         """Make sets from a mask [B, T, V] or [N, V], True at the ids of each set."""
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim not in (2, 3):
             Checks("KeptSets.from_mask").fail("mask", "a bool tensor [B, T, V] or [N, V]", mask, TypeError)
+        Checks("KeptSets.from_mask").choice("empty", empty, EMPTY)
         flat = mask.flatten(0, -2)
         return KeptSets(flat.nonzero()[:, 1], _offsets(flat.sum(-1)), empty)
 
@@ -144,11 +156,15 @@ class KeptSets(NamedTuple):
         if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim not in (2, 3):
             check.fail("logits", "a floating-point tensor [B, T, V] or [N, V]", logits, TypeError)
         check.choice("order", order, ORDERS)
-        check.number("temperature", temperature, "a number > 0", lambda x: x > 0)
-        check.number("top_k", top_k or 0, "an integer of at least 0, or None", lambda x: x >= 0 and x == int(x))
+        check.number("temperature", temperature, "a number > 0, within float32", positive)
+        whole = "an integer of at least 0, or None"
+        check.number("top_k", top_k or 0, whole, lambda x: 0 <= x < 2**31 and x == int(x))
         check.number("top_p", top_p, "a number > 0 and at most 1", lambda x: 0 < x <= 1)
         check.number("min_p", min_p, "a number from 0 to below 1", lambda x: 0 <= x < 1)
         z = logits.flatten(0, -2).double() / temperature
+        if not bool(((z < torch.inf) & (z.amax(-1, keepdim=True) > -torch.inf)).all()):  # NaN compares false
+            got = Unquoted("NaN, inf, or a row of -inf")
+            check.fail("logits", "finite or -inf, with a finite one in each row", got)
         return KeptSets.from_mask(kept_by_sampler(z, top_k, top_p, min_p, order), empty=empty)
 
     def to(self, device: torch.device | str) -> KeptSets:
@@ -157,7 +173,11 @@ class KeptSets(NamedTuple):
 
     def including(self, target_ids: Tensor) -> KeptSets:
         """Add the target ids, N of them, to the sets that lack them. Empty sets stay empty, as in slime."""
+        check = Checks("KeptSets.including")
+        check_integers(check, "target_ids", target_ids, "of N ids", (1, 2))
         target_ids = target_ids.reshape(-1)
+        if len(target_ids) != len(self.sizes):
+            check.fail("target_ids", f"{len(self.sizes)} ids, one for each set", len(target_ids))
         token = torch.repeat_interleave(torch.arange(len(target_ids), device=self.ids.device), self.sizes)
         present = torch.zeros_like(target_ids, dtype=torch.bool)
         present[token[self.ids == target_ids[token]]] = True
@@ -168,9 +188,16 @@ class KeptSets(NamedTuple):
 
     def select(self, tokens: Tensor) -> KeptSets:
         """Return the sets of some tokens: their numbers in the batch, [n] int64, or a bool mask [N]."""
+        check, count = Checks("KeptSets.select"), len(self.sizes)
+        if isinstance(tokens, Tensor) and tokens.dtype == torch.bool:
+            if tokens.numel() != count:
+                check.fail("tokens", f"a mask of the {count} tokens", tokens)
+            tokens = tokens.reshape(-1).nonzero()[:, 0]
+        check_integers(check, "tokens", tokens, "of numbers of tokens", (1, 2))
         tokens = tokens.reshape(-1)
-        if tokens.dtype == torch.bool:
-            tokens = tokens.nonzero()[:, 0]
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < count:
+            got = Unquoted(f"values from {int(tokens.min())} to {int(tokens.max())}")
+            check.fail("tokens", f"numbers from 0 to {count - 1}", got)
         sizes = self.sizes[tokens]
         offsets = _offsets(sizes)
         skipped = torch.repeat_interleave(self.offsets[:-1][tokens] - offsets[:-1], sizes)  # before each set
@@ -180,6 +207,14 @@ class KeptSets(NamedTuple):
     def sizes(self) -> Tensor:
         """The number of ids of each token, [N]."""
         return self.offsets[1:] - self.offsets[:-1]
+
+
+def check_integers(check: Checks, name: str, x: Any, shape: str, dimensions: tuple[int, ...]) -> None:
+    """Check that `x` is a tensor of integers with one of these numbers of dimensions."""
+    integers = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64)
+    if not integers or x.ndim not in dimensions:
+        got = x if integers else Unquoted(f"a {getattr(x, 'dtype', type(x).__name__)}")
+        check.fail(name, f"a tensor {shape} of int32 or int64", got, TypeError)
 
 
 def kept_by_sampler(z: Tensor, top_k: int | None, top_p: float, min_p: float, order: str = "vllm") -> Tensor:
@@ -210,11 +245,18 @@ def _joined(
     check: Checks, name: str, samples: Sequence[tuple[Tensor, Tensor]], length: int | None, empty: str
 ) -> KeptSets:
     """Join the sets of several answers, packed or, with a length, padded with empty sets to `length` tokens each."""
+    check.choice("empty", empty, EMPTY)
     if not samples:
         check.fail(name, "the sets of at least one answer", Unquoted("none"))
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+        check.fail("length", "an int or None", length, TypeError)
     ids, sizes = [], []
     for of_ids, offsets in samples:
+        for what, x in (("ids", of_ids), ("offsets", offsets)):
+            check_integers(check, f"the {what} of {name}", x, "with one dimension", (1,))
         count = len(offsets) - 1
+        if count < 0 or int(offsets[0]) != 0 or bool((offsets[1:] < offsets[:-1]).any()):
+            check.fail(f"the offsets of {name}", "non-decreasing, from 0 on", Unquoted(offsets.tolist()[:8]))
         if length is not None and count > length:
             check.fail("length", f"at least {count}, the tokens of an answer", length)
         if len(of_ids) != int(offsets[-1]):

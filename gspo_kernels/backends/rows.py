@@ -143,6 +143,13 @@ class KeptRows(NamedTuple):
     invalid: Tensor  # [N] bool: rows whose log-prob is NaN, because an id is wrong or the target is not in the set
 
 
+class ExtraRows(NamedTuple):
+    """The extra ids of a batch."""
+
+    pairs: Pairs  # of each row, its target and then its k extra ids
+    invalid: Tensor  # [N, k] bool: ids whose log-prob is NaN, because they are out of range
+
+
 class Groups(NamedTuple):
     """Pairs grouped by row or by id. Group g holds the pairs order[begin[g]] to order[begin[g + 1] - 1]."""
 

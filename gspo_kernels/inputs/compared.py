@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import validation
 from ..backends.dispatch import backend_variable
-from ..backends.rows import HeadRows, KeptRows, Pairs
+from ..backends.rows import ExtraRows, HeadRows, KeptRows
 from ..backends.self_check import verdict
 from ..backends.workspace import cache_variable, workspace_bytes
 from ..ranks.dtensors import is_dtensor
@@ -64,11 +64,12 @@ def head_values(arguments: HeadArguments, head: HeadInputs) -> dict[str, Any]:
     }
 
 
-def pair_values(kept: KeptRows | None, extra: Pairs | None, rows: HeadRows) -> dict[str, Any]:
+def pair_values(kept: KeptRows | None, extra: ExtraRows | None, rows: HeadRows) -> dict[str, Any]:
     """Return the kept sets and the extra ids by name. Entries of masked rows are arbitrary and not compared."""
     values: dict[str, Any] = {"kept_sets": None, "kept_sets.empty": None, "extra_ids": None}
-    for name, pairs in (("kept_sets", None if kept is None else kept.pairs), ("extra_ids", extra)):
-        if pairs is not None:
+    for name, of_argument in (("kept_sets", kept), ("extra_ids", extra)):
+        if of_argument is not None:
+            pairs = of_argument.pairs
             first = shard_of(rows.shard).first if rows.shard else 0
             values[name] = torch.cat([pairs.offsets, torch.where(pairs.live, pairs.ids + first, -1)])
     if kept is not None:

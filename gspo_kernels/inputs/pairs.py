@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backends.rows import HeadRows, KeptRows, Pairs
+from ..backends.rows import ExtraRows, HeadRows, KeptRows, Pairs
 from ..kept_sets import EMPTY, KeptSets
 from ..layout import segment_sum, sequence_of_row
 from ..ranks.shards import columns_of_all_ranks, shard_of
@@ -29,7 +29,9 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
     check.flag("kept_sets.offsets", wrong, "non-decreasing", lambda: offsets[1:][wrong][:5].tolist())
     ends = torch.stack([offsets[0], offsets[-1]])
     expected = f"from 0 to K = {count}, the number of ids"
-    check.flag("kept_sets.offsets", (ends[0] != 0) | (ends[1] != count), expected, ends.tolist)
+    bad_ends = (ends[0] != 0) | (ends[1] != count)
+    check.flag("kept_sets.offsets", bad_ends, expected, ends.tolist)
+    bad_offsets = bad_ends | wrong.any()
     # On an accelerator, bad offsets raise no error, so clamp them before anything indexes with them.
     inner = offsets.long().clamp(0, count)[1:-1].cummax(0).values
     zero = offsets.new_zeros(1, dtype=torch.int64)
@@ -46,6 +48,9 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
     key = (of_row * columns + ids.clamp(0, columns - 1)).sort().values
     twice = (key[1:] == key[:-1]) & mask[key[1:] // columns] if rows else unmasked
     check.flag("kept_sets.ids", twice, "different ids in each set", lambda: (key[1:][twice] % columns)[:5].tolist())
+    repeats = torch.zeros(rows, dtype=torch.uint8, device=device)
+    if rows:
+        repeats.scatter_reduce_(0, key[1:] // columns, twice.byte(), "amax")
     is_target = unmasked & (ids == target_ids.reshape(-1)[of_row]) if rows else unmasked
     hits = segment_sum(is_target.float(), offsets) if rows else mask.float()
     absent = mask & (hits == 0) & (sizes > 0)
@@ -62,13 +67,14 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
             lambda: _tokens(empty, "with an empty set"),
         )
         absent = absent | empty
-    invalid = absent | (segment_sum(outside.float(), offsets) > 0) if rows else absent
+    if rows:
+        absent = absent | (segment_sum(outside.float(), offsets) > 0) | (mask & ((repeats > 0) | bad_offsets))
     computed = mask & (sizes > 1)
     pairs = Pairs(offsets, of_row, ids - first, computed[of_row] if rows else unmasked)
-    return KeptRows(pairs, is_target, computed, mask & (sizes == 1), full, invalid)
+    return KeptRows(pairs, is_target, computed, mask & (sizes == 1), full, absent)
 
 
-def extra_pairs(check: TensorChecks, extra_ids: Tensor, target_ids: Tensor, head: HeadRows) -> Pairs:
+def extra_pairs(check: TensorChecks, extra_ids: Tensor, target_ids: Tensor, head: HeadRows) -> ExtraRows:
     """Check extra ids [B, T, k] or [N, k], and list each row's target and extra ids. Negative ids are not live."""
     shape = tuple(target_ids.shape)
     text = f"{[*shape, 'k']}, k ids per token".replace("'", "")
@@ -85,7 +91,7 @@ def extra_pairs(check: TensorChecks, extra_ids: Tensor, target_ids: Tensor, head
     width = ids.shape[1]
     offsets = torch.arange(ids.shape[0] + 1, device=device) * width
     rows = torch.arange(ids.shape[0], device=device).repeat_interleave(width)
-    return Pairs(offsets, rows, ids.reshape(-1), live.reshape(-1))
+    return ExtraRows(Pairs(offsets, rows, ids.reshape(-1), live.reshape(-1)), wrong)
 
 
 def _tokens(wrong: Tensor, what: str) -> Unquoted:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import pairs as shared
 from ..backends.dispatch import implementation
 from ..backends.precision import exact_products
-from ..backends.rows import HeadGradients, HeadRows, KeptRows, NeedsGradient, Pairs
+from ..backends.rows import ExtraRows, HeadGradients, HeadRows, KeptRows, NeedsGradient, Pairs
 from ..layout import accumulator
 from .head import Gradients, by_argument, linear_log_probs_op, needed_gradients
 from .tuples import Operator, restore, save
@@ -95,16 +95,19 @@ def kept_log_probs(
     z = logits_at_op(head, pairs, backend).logits
     others = torch.where(pairs.live & ~kept.is_target, z, -torch.inf)
     top = torch.segment_reduce(others.detach(), "max", offsets=offsets, initial=-torch.inf)
-    top = torch.where(kept.computed, top, 0)
+    top = torch.where(kept.computed & (top > -torch.inf), top, 0)
     sums = lambda x: torch.segment_reduce(x, "sum", offsets=offsets, initial=0)  # noqa: E731
-    log_mass = torch.where(kept.computed, sums((others - top[pairs.rows]).exp()), 1).log()
+    mass = torch.where(kept.computed, sums((others - top[pairs.rows]).exp()), 1)
+    nothing = mass == 0  # all other logits are -inf
+    log_mass = torch.where(nothing, -torch.inf, torch.where(nothing, 1, mass).log())
     over_top = sums(torch.where(pairs.live & kept.is_target, z, 0)) - top  # of the target
     log_probs = torch.where(kept.computed, F.logsigmoid(over_top - log_mass), 0)
     entropy = z.new_empty(0)
     if head.entropy:
         log_total = torch.logaddexp(log_mass, over_top)
-        log_p = torch.where(pairs.live, z - (top + log_total)[pairs.rows], 0)
-        entropy = torch.where(kept.computed, -sums(torch.where(pairs.live, log_p.exp() * log_p, 0)), 0)
+        has_mass = pairs.live & (z != -torch.inf)
+        log_p = torch.where(has_mass, z - (top + log_total)[pairs.rows], 0)
+        entropy = torch.where(kept.computed, -sums(torch.where(has_mass, log_p.exp() * log_p, 0)), 0)
     log_probs = torch.where(kept.invalid, torch.nan, log_probs)
     if kept.full is not None:
         rows = head._replace(mask=kept.full)
@@ -114,16 +117,18 @@ def kept_log_probs(
     return log_probs, entropy
 
 
-def extra_log_probs(head: HeadRows, pairs: Pairs, log_probs: Tensor, backend: str) -> Tensor:
-    """Compute the log-probs of extra ids over the vocabulary, [N, k], differentiable; 0 where not live.
+def extra_log_probs(head: HeadRows, extra: ExtraRows, log_probs: Tensor, backend: str) -> Tensor:
+    """Compute the log-probs of extra ids over the vocabulary, [N, k], differentiable; 0 if absent, NaN if invalid.
 
     Args:
         head: the head.
-        pairs: for each row, its target and then its k extra ids.
+        extra: the extra ids.
         log_probs: of the targets, [N], as `linear_log_probs_op` returns them. An extra id's log-prob is the target's
             plus the difference of their logits, so it needs no pass over the vocabulary.
         backend: "torch" or "triton".
     """
-    z = logits_at_op(head, pairs, backend).logits.view(head.hidden.shape[0], -1)
-    extra = log_probs[:, None] + (z[:, 1:] - z[:, :1])
-    return torch.where(pairs.live.view(z.shape)[:, 1:], extra, 0)
+    rows, width = extra.invalid.shape
+    z = logits_at_op(head, extra.pairs, backend).logits.view(rows, width + 1)
+    live = extra.pairs.live.view(rows, width + 1)[:, 1:]
+    computed = torch.where(live, log_probs[:, None] + (z[:, 1:] - z[:, :1]), 0)
+    return torch.where(extra.invalid, torch.nan, computed)

@@ -83,7 +83,8 @@ class Operator(Generic[P, R]):
         outputs = ", ".join(["Tensor"] * sum(len(group.hints) for group in self._outputs))
         name = function.__name__.removesuffix("_op")  # pyright: ignore[reportAttributeAccessIssue] - it is a function
         self.name = f"{NAMESPACE}::{name}"
-        self.function = {"fused_loss": "gspo_fused_loss"}.get(name, name)  # the public function, for messages
+        # The public function, for messages.
+        self.function = {"fused_loss": "gspo_fused_loss", "logits_at": "linear_log_probs"}.get(name, name)
         self.op: Any = torch.library.custom_op(
             self.name,
             self._of_flat(function),

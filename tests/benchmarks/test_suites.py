@@ -55,7 +55,6 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
         ("step", ["--device", "zz"], "--device: expected a device that torch has here, such as cpu, got 'zz'"),
         ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab writes another file"),
         ("fidelity", ["--device", "meta"], "--device: expected cpu or cuda, got 'meta'"),
-        ("budgets", ["--policy", "nowhere"], "--policy: nowhere holds no policy"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_measured(

@@ -21,8 +21,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "the target counted among the others of its set": (
         "kept_log_probs",
-        "pairs.live & ~kept.is_target, z, -torch.inf",
-        "pairs.live, z, -torch.inf",
+        "torch.where(pairs.live & ~kept.is_target, z, -torch.inf)",
+        "torch.where(pairs.live, z, -torch.inf)",
         "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[torch-vocabulary-True-plain-bf16]",
     ),
     "extra log-probs without the difference of logits": (

@@ -12,8 +12,8 @@ CHECK = "self_check::test_correct_kernels_of_the_loss_pass[float32]"
 FAULTS: dict[str, Fault] = {
     "only the last pairs of a group are summed": (
         "sum_pairs",
-        "acc += factor",
-        "acc = factor",
+        "acc += factor[:, None] * load_rows(at, alive, h, width, ACC=ACC, RAGGED=RAGGED)",
+        "acc = factor[:, None] * load_rows(at, alive, h, width, ACC=ACC, RAGGED=RAGGED)",
         "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[triton-vocabulary-True-plain-bf16]",
     ),
     "pairs multiply only the last columns": (

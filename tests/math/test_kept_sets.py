@@ -312,13 +312,22 @@ def test_bad_sets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_constructors_name_bad_input() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
     calls: dict[str, Any] = {
-        "sizes must be given or None": lambda: KeptSets.from_padded(ids),
+        "sizes must be given, or fill instead of it": lambda: KeptSets.from_padded(ids),
         "sizes must be from 0 to k = 3": lambda: KeptSets.from_padded(ids, sizes=torch.tensor([1, 4])),
         "counts must be at least 0": lambda: KeptSets.from_counts(ids[0], torch.tensor([-1, 4])),
         r"ids must be a tensor \[K\] with K = 5": lambda: KeptSets.from_counts(ids[0], torch.tensor([1, 4])),
-        "sets must be a list per answer": lambda: KeptSets.from_lists([[1, 2]]),
+        "sets must be for each answer, for each of its tokens": lambda: KeptSets.from_lists([[1, 2]]),
         "length must be at least 2": lambda: KeptSets.from_lists([[[1], [2]]], length=1),
         "samples must be 9 ids": lambda: KeptSets.from_samples([(ids[0], torch.tensor([0, 9]))]),
+        "the offsets of samples must be non-decreasing": lambda: KeptSets.from_samples(
+            [(ids[0], torch.tensor([1, 3]))]
+        ),
+        "sets must be for each answer": lambda: KeptSets.from_lists([[[1.5]]]),
+        "logits must be finite or -inf": lambda: KeptSets.from_logits(torch.full((1, 3), torch.nan)),
+        "tokens must be numbers from 0 to 5": lambda: KeptSets.from_padded(ids.view(6, 1), fill=-1).select(ids[0] - 1),
+        "tokens must be a mask of the 6 tokens": lambda: KeptSets.from_padded(ids.view(6, 1), fill=-1).select(
+            ids[0] > 0
+        ),
         "mask must be a bool tensor": lambda: KeptSets.from_mask(ids),
         "top_p must be a number > 0": lambda: KeptSets.from_logits(ids.float(), top_p=0.0),
         "order must be one of": lambda: KeptSets.from_logits(ids.float(), order="hf"),
@@ -343,6 +352,39 @@ def test_bad_sets_are_counted_where_values_are_not_checked(monkeypatch: pytest.M
         assert out.metrics["invalid"] > 0 and out.loss.isnan()
     good = gspo_fused_loss(hidden, weight, ids, advantages, cu_seqlens=offsets, kept_sets=sets, backend=backend)
     assert good.metrics["invalid"] == 0 and good.loss.isfinite()
+
+
+def test_sets_that_are_wrong_give_nan_where_values_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gspo_kernels import validation
+
+    monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
+    hidden, weight, ids, sets = rows_of(8)
+    twice = sets._replace(ids=torch.cat([sets.ids[:1], sets.ids[:1], sets.ids[2:]]))
+    for value, wrong in ((twice, 1), (sets._replace(offsets=sets.offsets - 1), 8)):
+        log_probs = linear_log_probs(hidden, weight, ids, kept_sets=value, backend="torch").log_probs
+        assert log_probs[:wrong].isnan().all() and not log_probs[wrong:].isnan().any()
+    extra = torch.stack([ids, ids + 1000], 1)
+    out = linear_log_probs(hidden, weight, ids, extra_ids=extra, backend="torch").extra_log_probs
+    assert out is not None and out[:, 0].isfinite().all() and out[:, 1].isnan().all()
+
+
+def test_logits_of_minus_infinity_and_batches_without_tokens() -> None:
+    bias = torch.zeros(8)
+    bias[2] = -torch.inf
+    hidden, weight = torch.ones(1, 4, requires_grad=True), torch.zeros(8, 4)
+    for kept, share in (([1, 2], 1.0), ([1, 2, 3], 0.5)):
+        arguments = hidden, weight, torch.tensor([1])
+        sets = KeptSets.from_lists([[kept]])
+        out = linear_log_probs(*arguments, bias=bias, entropy=True, kept_sets=sets, backend="torch")
+        assert out.entropy is not None
+        torch.testing.assert_close(out.log_probs.exp(), torch.tensor([share]))
+        torch.testing.assert_close(out.entropy, -torch.tensor([share]).log())
+        assert torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), hidden)[0].isfinite().all()
+    for shape in ((0,), (2, 0)):
+        empty = torch.zeros(shape, dtype=torch.int64)
+        arguments = torch.zeros(*shape, 4), weight, empty
+        extra = linear_log_probs(*arguments, extra_ids=empty[..., None].expand(*shape, 3)).extra_log_probs
+        assert extra is not None and extra.shape == (*shape, 3)
 
 
 def test_torch_compile_traces_kept_sets_and_extra_ids() -> None:

@@ -17,7 +17,15 @@ from stub.cases import CAPTURED, CASES, Report
 from stub.driver import COMPILER, environment
 
 TESTS = Path(__file__).parent.parent
-FEW = ["kept sets", "bf16 budget and cache", "bf16 extras", "bf16 adapter", "fp16", "fp32 budget and cache", "fp64 extras"]
+FEW = [
+    "kept sets",
+    "bf16 budget and cache",
+    "bf16 extras",
+    "bf16 adapter",
+    "fp16",
+    "fp32 budget and cache",
+    "fp64 extras",
+]
 RUNS = {"sm_90": [], "sm_80": FEW, "sm_100": FEW}  # architectures and their cases; [] are all
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C compiler, as Triton does")
 

@@ -42,7 +42,8 @@ class LossOutput(NamedTuple):
       for ratio="token"; 1 if there are none.
     - kl_to_old: mean over tokens of old - new log-prob, in nats. It estimates KL(old || new) from samples and may be
       negative.
-    - zero_coefficient_share: share of tokens without a gradient, which cost no backward; 1 if there are no tokens.
+    - zero_coefficient_share: share of tokens without a gradient, which cost no backward; 1 if there are no tokens. With
+      kl_log_probs, the KL term does not count, because its gradient goes to those log-probs.
     - live_row_share: share of tokens with a gradient, 1 - zero_coefficient_share. Only `gspo_fused_loss` returns this
       and the next four metrics.
     - live_tile_share: share of all (token, vocabulary column) pairs that the backward computes.

@@ -140,8 +140,8 @@ class KeptSets(NamedTuple):
     ) -> KeptSets:
         """Compute which ids a sampler keeps, from its own logits [B, T, V] or [N, V].
 
-        This is for samplers that do not return their sets. Do not pass the logits of a trainer: rounding changes a
-        quarter to a half of the sets, and a sampled token outside of its set has the log-prob -inf.
+        This is for samplers that do not return their sets. Do not pass the logits of a trainer: rounding changes
+        many sets, and a sampled token outside of its set has the log-prob -inf.
 
         Args:
             logits: before the temperature.

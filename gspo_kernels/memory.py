@@ -256,7 +256,7 @@ def peaks_of_others(tokens: int, width: int, vocab: int) -> dict[str, int]:
     return {
         "full logits": 3 * 4 * tokens * vocab,  # three fp32 tensors in the backward
         "full logits, torch.compile": 6 * tokens * vocab,
-        # Gradients in fp32 and rounded, and tiles of logits.
+        # fp32 gradients, their rounded copies, and 256 MiB of logit tiles.
         "TRL 1.16's fused head": 3 * (d_weight + d_hidden) + 256 * MIB,
         "Liger's fused cross-entropy": d_weight + d_hidden + 8 * chunk * vocab,
         "cut-cross-entropy": d_weight + d_hidden,

@@ -42,8 +42,6 @@ MOVED_BY = {
     "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
     "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/peaked.py", "benchmarks/peers.py"),
     "kept_sets": (
-        "gspo_kernels/backends/pairs.py",
-        "gspo_kernels/backends/t*/pairs.py",
         "gspo_kernels/*/pairs.py",
         "benchmarks/suites/kept_sets.py",
     ),

@@ -246,7 +246,7 @@ def measure_of(run: Results, measure: str) -> float:
 
 
 def head_changes(results: Results) -> dict[str, dict[str, Results]]:
-    """For each arm with full logits, its score, clip fraction and entropy minus those of the same arm with our head."""
+    """Score, clip fraction and entropy of each arm with full logits, minus the same arm with our head."""
     runs = results["runs"]
     pairs = {arm: (records, runs[arm.removesuffix(FULL_LOGITS)]) for arm, records in runs.items()}
     return {

@@ -22,14 +22,17 @@ from torch import Tensor
 from gspo_kernels import KeptSets, linear_log_probs
 
 from ..measure import Record, destination, fresh, interleaved, no_room, over, peak_bytes, save, spread
+from ..peaked import FIRST_ID
 from .options import DTYPES, device_of, parser_of, positive, say
 
 SIZES = (1, 2, 8, 64, 1024)  # mean number of ids in a set
 EXTRA = (1, 32, 128)  # extra ids per token
-FIRST_ID = 20  # id + FIRST_ID has a log-uniform distribution
 LARGEST = 2048  # ids in a set, as engines allow
 CHECKED = 256  # tokens whose gradients are compared with float64
-FULL, COPY, OURS, VOCABULARY = "masked full logits", "copied rows of the head", "ours", "ours, full vocabulary"
+FULL = "masked full logits"
+COPY = "copied rows of the head"
+OURS = "ours"
+VOCABULARY = "ours, full vocabulary"
 
 
 class Shape(NamedTuple):
@@ -38,7 +41,9 @@ class Shape(NamedTuple):
     vocab: int  # V
 
 
-ON_GPU, ON_CPU, TINY = Shape(8192, 4096, 151_936), Shape(1024, 512, 32_000), Shape(48, 32, 300)
+ON_GPU = Shape(8192, 4096, 151_936)
+ON_CPU = Shape(1024, 512, 32_000)
+TINY = Shape(48, 32, 300)
 
 
 class Batch(NamedTuple):

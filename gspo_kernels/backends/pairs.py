@@ -21,7 +21,7 @@ class PairKernels(Protocol):
     """What a backend computes for pairs."""
 
     def pair_products(self, left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
-        """Multiply rows: sum over h of left[row, h] right[id, h], [K] in fp32 (fp64 for fp64), 0 for negative ids."""
+        """Dot product of left[row] and right[id] for each pair, [K] in fp32 (fp64 for fp64); 0 for negative ids."""
         ...
 
     def pair_sums(self, factors: Tensor, matrix: Tensor, index: Tensor, groups: Groups, count: int) -> Tensor:

@@ -129,7 +129,7 @@ class Pairs(NamedTuple):
     offsets: Tensor  # [N + 1] int64: the pairs of row i are offsets[i] to offsets[i + 1] - 1
     rows: Tensor  # [K] int64: row of each pair
     ids: Tensor  # [K] int64, relative to this rank's first column; any value if not live
-    live: Tensor  # [K] bool: False for pairs that cost nothing, such as those of masked rows
+    live: Tensor  # [K] bool: False for pairs that are skipped, such as pairs in masked rows
 
 
 class KeptRows(NamedTuple):
@@ -144,7 +144,7 @@ class KeptRows(NamedTuple):
 
 
 class ExtraRows(NamedTuple):
-    """The extra ids of a batch."""
+    """`extra_ids` of a batch, as (row, id) pairs."""
 
     pairs: Pairs  # of each row, its target and then its k extra ids
     invalid: Tensor  # [N, k] bool: ids whose log-prob is NaN, because they are out of range

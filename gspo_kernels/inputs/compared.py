@@ -15,7 +15,7 @@ from ..backends.rows import ExtraRows, HeadRows, KeptRows
 from ..backends.self_check import verdict
 from ..backends.workspace import cache_variable, workspace_bytes
 from ..ranks.dtensors import is_dtensor
-from ..ranks.shards import columns_of_all_ranks, shard_of
+from ..ranks.shards import columns_of_all_ranks, first_column, shard_of
 from ..validation import Unquoted, dtype_name
 from .head import HeadArguments, HeadInputs
 from .policy import PolicyArguments, PolicyInputs
@@ -70,7 +70,7 @@ def pair_values(kept: KeptRows | None, extra: ExtraRows | None, rows: HeadRows) 
     for name, of_argument in (("kept_sets", kept), ("extra_ids", extra)):
         if of_argument is not None:
             pairs = of_argument.pairs
-            first = shard_of(rows.shard).first if rows.shard else 0
+            first = first_column(rows.shard)
             values[name] = torch.cat([pairs.offsets, torch.where(pairs.live, pairs.ids + first, -1)])
     if kept is not None:
         values["kept_sets.empty"] = "error" if kept.full is None else "vocabulary"

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..backends.rows import ExtraRows, HeadRows, KeptRows, Pairs
 from ..kept_sets import EMPTY, KeptSets
 from ..layout import segment_sum, sequence_of_row
-from ..ranks.shards import columns_of_all_ranks, shard_of
+from ..ranks.shards import columns_of_all_ranks, first_column
 from ..validation import TensorChecks, Unquoted
 
 INTEGERS = (torch.int32, torch.int64)
@@ -38,7 +38,8 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
     offsets = torch.cat([zero, inner, zero + count]) if rows else zero
     sizes = offsets[1:] - offsets[:-1]
     of_row, ids = sequence_of_row(offsets, count), ids.long()
-    columns, first = columns_of_all_ranks(head.shard, head.vocab_size), shard_of(head.shard).first if head.shard else 0
+    columns = columns_of_all_ranks(head.shard, head.vocab_size)
+    first = first_column(head.shard)
 
     unmasked = mask[of_row] if rows else ids.new_empty(0, dtype=torch.bool)
     outside = unmasked & (ids != ids.clamp(0, columns - 1))
@@ -81,7 +82,8 @@ def extra_pairs(check: TensorChecks, extra_ids: Tensor, target_ids: Tensor, head
     shapes, device = [(*shape, None)], target_ids.device
     check.tensor("extra_ids", extra_ids, dtypes=INTEGERS, shapes=shapes, shape_text=text, device=device)
     ids = extra_ids.flatten(0, -2).long()
-    columns, first = columns_of_all_ranks(head.shard, head.vocab_size), shard_of(head.shard).first if head.shard else 0
+    columns = columns_of_all_ranks(head.shard, head.vocab_size)
+    first = first_column(head.shard)
     wrong = head.mask[:, None] & (ids >= columns)
     expected = f"below {columns} where mask is true (negative: absent)"
     check.flag("extra_ids", wrong, expected, lambda: sorted(set(ids[wrong].tolist()))[:5])

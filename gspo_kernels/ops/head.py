@@ -131,7 +131,7 @@ def head_backward_op(
         gradients = HeadGradients(*(torch.zeros_like(x) if needed else None for x, needed in operands))
     else:
         gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
-    return BackwardResult(HeadGradients(*[head.hidden.new_empty(0) if x is None else x for x in gradients]), work)
+    return BackwardResult(without_none(head, gradients), work)
 
 
 @head_backward_op.fake
@@ -146,12 +146,7 @@ def _fake_gradients(
     needs: NeedsGradient,
     backend: str,
 ) -> BackwardResult:
-    def like(operand: Tensor | None, needed: bool) -> Tensor:
-        if operand is None or not needed:
-            return head.hidden.new_empty(0)
-        return torch.empty_like(operand, memory_format=torch.contiguous_format)
-
-    gradients = HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
+    gradients = empty_gradients(head, needs)
     return BackwardResult(gradients, head.hidden.new_empty(0 if gradient_budget is None else 6, dtype=torch.float64))
 
 
@@ -160,6 +155,22 @@ head_backward_op.no_autograd(
         "gspo_fused_loss" if gradient_budget is None else "linear_log_probs"
     )
 )
+
+
+def without_none(head: HeadRows, gradients: HeadGradients) -> HeadGradients:
+    """Replace gradients that are None by empty tensors, because operators return tensors."""
+    return HeadGradients(*[head.hidden.new_empty(0) if x is None else x for x in gradients])
+
+
+def empty_gradients(head: HeadRows, needs: NeedsGradient) -> HeadGradients:
+    """Allocate the gradients that a fake backward returns: like the operands, or [0] if not needed."""
+
+    def like(operand: Tensor | None, needed: bool) -> Tensor:
+        if operand is None or not needed:
+            return head.hidden.new_empty(0)
+        return torch.empty_like(operand, memory_format=torch.contiguous_format)
+
+    return HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
 
 
 def needed_gradients(needs: dict[str, bool]) -> NeedsGradient:

@@ -13,7 +13,14 @@ from ..backends.dispatch import implementation
 from ..backends.precision import exact_products
 from ..backends.rows import ExtraRows, HeadGradients, HeadRows, KeptRows, NeedsGradient, Pairs
 from ..layout import accumulator
-from .head import Gradients, by_argument, linear_log_probs_op, needed_gradients
+from .head import (
+    Gradients,
+    by_argument,
+    empty_gradients,
+    linear_log_probs_op,
+    needed_gradients,
+    without_none,
+)
 from .tuples import Operator, restore, save
 
 
@@ -62,19 +69,14 @@ def logits_at_backward_op(
     """Compute the gradients of a head's operands. Gradients that are not needed are empty tensors."""
     with exact_products(head.hidden.device):
         gradients = shared.gradients_at(implementation(backend), head, pairs, slope, d_logits, needs)
-    return HeadGradients(*[head.hidden.new_empty(0) if x is None else x for x in gradients])
+    return without_none(head, gradients)
 
 
 @logits_at_backward_op.fake
 def _fake_gradients(
     head: HeadRows, pairs: Pairs, slope: Tensor, d_logits: Tensor, needs: NeedsGradient, backend: str
 ) -> HeadGradients:
-    def like(operand: Tensor | None, needed: bool) -> Tensor:
-        if operand is None or not needed:
-            return head.hidden.new_empty(0)
-        return torch.empty_like(operand, memory_format=torch.contiguous_format)
-
-    return HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
+    return empty_gradients(head, needs)
 
 
 logits_at_backward_op.no_autograd(lambda *_: "linear_log_probs")

@@ -71,6 +71,11 @@ def widest_shard(head: Any) -> int:
     return shard_of(head.shard).columns(0) if head.shard else head.vocab_size
 
 
+def first_column(shard: str) -> int:
+    """This rank's first vocabulary column; 0 without tensor parallelism."""
+    return shard_of(shard).first if shard else 0
+
+
 def columns_of_all_ranks(shard: str, vocab_size: int) -> int:
     """Number of vocabulary columns on all ranks together, without padding."""
     return shard_of(shard).vocab_size if shard else vocab_size

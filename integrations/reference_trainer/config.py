@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo_kernels import Objective
 from gspo_kernels.backends.workspace import cache_variable, workspace_bytes
@@ -38,6 +38,21 @@ ACCEPTED: dict[str, Any] = {"bool": bool, "int": Integral, "float": Real, "Step"
 ACCEPTED |= {"str": (str, os.PathLike), "Path": (str, os.PathLike)}
 CONVERTED: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": Path}
 POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
+
+
+class Truncation(NamedTuple):
+    """Restricts sampling to likely tokens, in the order of vLLM: min_p, top_k, top_p."""
+
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self != UNTRUNCATED
+
+
+UNTRUNCATED = Truncation()
 
 
 @dataclass(frozen=True)
@@ -142,8 +157,9 @@ class TrainConfig:
         require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
         require("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1")
         require("min_p", 0 <= self.min_p < 1, "a number from 0 to below 1")
-        truncated = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        require("clip_noise_every", not (truncated and self.clip_noise_every), "0 with top_k, top_p or min_p")
+        require(
+            "clip_noise_every", not (self.truncation.is_on and self.clip_noise_every), "0 with top_k, top_p or min_p"
+        )
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
         with_entropy = "0 with an entropy bonus (entropy_coef above 0)"
         require("gradient_budget", not (self.gradient_budget and self.objective.entropy_coef), with_entropy)
@@ -213,6 +229,11 @@ class TrainConfig:
             of_objective["rollout_correction"] = asdict(correction)
         plain |= {"advantages": [{call: options} for call, options in self.advantages]}
         return {name: x for name, x in plain.items() if name not in ("resume", "overwrite")} | of_objective
+
+    @property
+    def truncation(self) -> Truncation:
+        """How rollouts are restricted to likely tokens."""
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
     @property
     def rollout_size(self) -> int:
@@ -288,8 +309,8 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
     "max_new_tokens": 512,
 }
-# The best learning rate of LoRA is about ten times that of full fine-tuning, also in RL (Schulman et al. 2025, "LoRA
-# Without Regret", thinkingmachines.ai/blog/lora).
+# LoRA's best learning rate is about ten times that of full fine-tuning, in RL too. Source: "LoRA Without Regret"
+# (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
 LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-5}
 
 

@@ -60,7 +60,7 @@ def components_of(reward: Reward) -> tuple[RewardComponent, ...]:
 def jsonl_task(
     path: Path, held_out: int, rewards: Sequence[RewardComponent] = (), eval_data: Path | None = None
 ) -> Task:
-    """Make a task from a jsonl file. `held_out` prompts, but at most a fifth of the file, are kept for evaluation.
+    """Make a task from a jsonl file. Hold out `held_out` prompts for evaluation, at most a fifth of the file.
 
     Args:
         rewards: if there are none, the reward is `answer_found`.

@@ -23,7 +23,7 @@ from .loading import load_policy, pick_device, set_seed
 from .policy import Policy
 from .report import HELD_OUT, model_of_run
 from .resuming import read_run
-from .sampling import Truncation, fitting
+from .sampling import fitting
 
 # Options of `gspo train` that apply to an evaluation. That of a run begins with the run's values.
 SHARED = ("task", "data", "reward", "reward_timeout", "eval_prompts", "max_prompt_tokens", "max_new_tokens")
@@ -171,7 +171,7 @@ def evaluation_of_run(
 def task_of_file(
     option: str, path: Path, config: TrainConfig, components: tuple[RewardComponent, ...], is_limited: bool
 ) -> tuple[Task, str]:
-    """Make a task whose held-out prompts are those of a file. Also return what to call them.
+    """Make a task that evaluates on the prompts of a file. Also return a description of them.
 
     Args:
         is_limited: take only the first `config.eval_prompts` prompts.
@@ -247,7 +247,7 @@ def batches_of(evaluation: Evaluation, policy: Policy, task: Task, n: int) -> It
         sampling: dict[str, Any] = {"group_size": n or 1, "temperature": config.temperature if n else None}
         if n:
             sampling["seeds"] = [(evaluation.seed, 0, start + i) for i in range(len(part))]
-            sampling["truncation"] = Truncation(config.top_k, config.top_p, config.min_p)
+            sampling["truncation"] = config.truncation
         yield collect(config, policy, task, part, max_new_tokens=config.max_new_tokens, **sampling)
 
 

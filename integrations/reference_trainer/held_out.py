@@ -115,13 +115,13 @@ def read_estimate(row: Mapping[str, Any], name: str, suffix: str) -> Estimate | 
 
 
 def suffixes(row: Mapping[str, Any]) -> list[str]:
-    """The suffixes of the rewards in a row of metrics.jsonl: "" for the total, then one for each component."""
+    """Suffixes of the eval_reward columns of metrics.jsonl: "" for the total, then "/name" for each component."""
     return ["", *(key.removeprefix("eval_reward") for key in row if key.startswith("eval_reward/"))]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out reward before the first update and in the last evaluation: the total, or a component."""
+    """A held-out reward, the total or one component, before the first update and at the last evaluation."""
 
     name: str
     start: Estimate | None  # None: the reward applied to no prompt, or the run did not have it

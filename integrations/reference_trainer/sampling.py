@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,23 +19,8 @@ from gspo_kernels.kept_sets import kept_by_sampler
 
 from ..tasks import Example, Task
 from ..tasks.rewards import Prompt
-from .config import InputError, TrainConfig
+from .config import UNTRUNCATED, InputError, TrainConfig, Truncation
 from .policy import Policy, decoder_config
-
-
-class Truncation(NamedTuple):
-    """Restricts sampling to likely tokens, in the order of vLLM: min_p, top_k, top_p."""
-
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def is_on(self) -> bool:
-        return self != UNTRUNCATED
-
-
-UNTRUNCATED = Truncation()
 
 
 @dataclass(frozen=True)

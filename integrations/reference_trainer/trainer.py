@@ -32,7 +32,7 @@ from .policy import PRINTABLE, Policy
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
-from .sampling import Rollout, Truncation, encode, fitting, padded, sampler_weights
+from .sampling import Rollout, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
 from .update import Batch, NotFiniteError, TrainingError, mini_batches, update, with_log_probs
 from .zero_advantage import live_rows, skipping
@@ -86,7 +86,7 @@ class Prepared:
     rollout: Rollout
     rewards: RewardBatch
     epochs: list[list[Tensor]]  # for each epoch the row numbers of each mini-batch
-    running: RunningMoments  # of the rewards, with those of this rollout
+    running: RunningMoments  # moments of the rewards so far, this rollout included
     batch: Batch
 
 
@@ -121,7 +121,7 @@ class Learner:
         width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
         options: dict[str, Any] = {"group_size": config.group_size, "temperature": config.temperature}
         options |= {"max_new_tokens": config.new_tokens_at(step), "seeds": seeds, "width": width}
-        options["truncation"] = Truncation(config.top_k, config.top_p, config.min_p)
+        options["truncation"] = config.truncation
         with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
             answers, rewards = collect(config, self.policy, self.task, distributed.share(examples), **options)
         rollout = padded(self.policy, distributed.gather_lists(answers))
@@ -147,7 +147,7 @@ class Learner:
         return replace(batch, advantages=advantages)
 
     def learn(self, prepared: Prepared) -> tuple[Row, list[Update]]:
-        """Take the updates of a rollout. Return the metrics of the step, and those of each update.
+        """Update the policy with a rollout. Return the step's metrics, and each update's.
 
         Raises:
             NotFiniteError: the loss or the gradient of an update is not finite.

@@ -74,7 +74,7 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == chat_model.TEMPLATE
     generation = GenerationConfig.from_pretrained(out)
-    assert (generation.do_sample, generation.top_k) == (True, 7)  # the checkpoint's, not those of training
+    assert (generation.do_sample, generation.top_k) == (True, 7)  # from the checkpoint, not from the run
     assert generation.eos_token_id == sorted({0, tokenizer.eos_token_id}) and generation.pad_token_id is not None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
-from tolerance import PARAMETER_ABSOLUTE
+from tolerance import MERGED_LOGIT_ABSOLUTE, PARAMETER_ABSOLUTE, SAVED_LOGIT_ABSOLUTE
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from typer.testing import CliRunner
 
@@ -278,7 +278,7 @@ def test_an_adapter_names_its_base_absolutely_or_is_merged(tmp_path: Path, monke
         monkeypatch.chdir("/")
         ids = torch.arange(8)[None]
         saved = loading.load_policy(str(tmp_path / folder)).model(ids).logits
-        torch.testing.assert_close(saved, trained[-1].model(ids).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(saved, trained[-1].model(ids).logits, rtol=0, atol=SAVED_LOGIT_ABSOLUTE)
         monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"quantization: expected '' with model=.*, an adapter"):
         loading.load_policy("runs/first/model-seed0", train_config(model="x", lora_rank=2, quantization="8bit"))
@@ -300,7 +300,7 @@ def test_a_merged_head_that_was_tied_leaves_the_embeddings(tmp_path: Path) -> No
     trained.save(tmp_path / "adapter")
     ids = torch.arange(8)[None]
     merged = loading.load_policy(str(tmp_path / "adapter"))
-    torch.testing.assert_close(merged.model(ids).logits, trained.model(ids).logits, rtol=0, atol=1e-3)
+    torch.testing.assert_close(merged.model(ids).logits, trained.model(ids).logits, rtol=0, atol=MERGED_LOGIT_ABSOLUTE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

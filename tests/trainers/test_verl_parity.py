@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.other_trainers import Rollout, assert_agree, ours, rollout
-from tolerance import LOSS_PER_ADVANTAGE, PARITY_GRADIENT_RELATIVE, TRAINER_ABSOLUTE
+from tolerance import (
+    KEPT_VALUE_ABSOLUTE,
+    KEPT_VALUE_RELATIVE,
+    LOSS_PER_ADVANTAGE,
+    PARITY_GRADIENT_RELATIVE,
+    TRAINER_ABSOLUTE,
+)
 from torch import Tensor
 
 from gspo_kernels import Objective, validation
@@ -342,7 +348,7 @@ def test_top_k_distillation_equals_verls() -> None:
         loss = kl_divergence(log_q=student.clamp_min(-10), log_p=teacher).mean()
         results.append((loss, *torch.autograd.grad(loss, leaves)))
     for ours_, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours_, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours_, theirs, rtol=KEPT_VALUE_RELATIVE, atol=KEPT_VALUE_ABSOLUTE)
 
 
 def test_equal_rewards_have_an_advantage_of_exactly_0_only_in_ours() -> None:

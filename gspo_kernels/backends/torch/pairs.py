@@ -13,7 +13,7 @@ _ELEMENTS = 2**18  # of the gathered rows that are multiplied at a time: few eno
 
 
 def pair_products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
-    """Multiply rows: sum over h of left[row, h] right[id, h], [K]; 0 for negative ids.
+    """Dot product of left[row] and right[id] for each pair, [K]; 0 for negative ids.
 
     Every chunk has the same number of pairs, because a sum of another shape may round differently.
     """

@@ -87,7 +87,7 @@ def sum_pairs(
     BLOCK_P: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the sum of a group's terms, BLOCK_H columns of it."""
+    """Sum one group's terms, for BLOCK_H columns."""
     h_blocks = (width + BLOCK_H - 1) // BLOCK_H
     group = (tl.program_id(0) // h_blocks).to(tl.int64)
     h = (tl.program_id(0) % h_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -112,7 +112,7 @@ def sum_pairs(
 
 
 def pair_products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
-    """Multiply rows: sum over h of left[row, h] right[id, h], [K]; 0 for negative ids. The host reads no values."""
+    """Dot product of left[row] and right[id] for each pair, [K]; 0 for negative ids. The host reads no values."""
     config = pair_config("products", left.dtype)
     out = left.new_empty(pairs.ids.shape[0], dtype=accumulator(left.dtype))
     launch(

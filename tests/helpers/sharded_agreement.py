@@ -69,7 +69,7 @@ def arguments(function: Callable[..., Any], kind: str, group: Any) -> dict[str, 
     return {name: every[name] for name in inspect.signature(function).parameters if name in every}
 
 
-OPTIONAL = {"kept_sets", "extra_ids", "kl_log_probs"}  # not in `arguments`, because two of them exclude each other
+OPTIONAL = ("kept_sets", "extra_ids", "kl_log_probs")  # not in `arguments`, because two of them exclude each other
 
 
 def optional_values(name: str, mine: dict[str, Any]) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ for _function, _kind in FUNCTIONS:
             else:
                 with raises(f"{function.__name__}: {name}", f"must be equal on all ranks of {kind}"):
                     run(function, mine, **change)
-        for name in OPTIONAL & parameters:
+        for name in (x for x in OPTIONAL if x in parameters):  # in the same order on all ranks
             one, other = optional_values(name, mine)
             if kind == "cp_group":  # tokens of this rank
                 run(function, mine, **{name: other if last else one})

@@ -103,6 +103,7 @@ TRL_NAMES = {
     "warmup_steps": "warmup_updates",
 }
 ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay", "warmup_steps": "warmup_updates"}
+ROLL_SAMPLING = ("top_k", "top_p")  # of actor_infer.generating_args; ROLL's top_k of -1 means all, as 0 does here
 
 
 def train_config(**options: Any) -> TrainConfig:
@@ -183,7 +184,8 @@ def options_of_file(path: Path) -> dict[str, Any]:
 def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Translate ROLL's settings. Raise an InputError if this trainer cannot do what they say.
 
-    Settings of ROLL's cluster, workers and files have no meaning here and are left out.
+    Settings of ROLL's cluster, workers and files have no meaning here and are left out, but for those that truncate
+    sampling. ROLL computes log-probs over the vocabulary then; this trainer uses the kept sets.
     """
     try:
         reading = from_roll(settings)
@@ -195,6 +197,8 @@ def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = {ours: settings[name] for name, ours in ROLL_NAMES.items() if settings.get(name) is not None}
     training = (settings.get("actor_train") or {}).get("training_args") or {}
     options |= {ours: training[name] for name, ours in ROLL_TRAINING.items() if training.get(name) is not None}
+    sampling = (settings.get("actor_infer") or {}).get("generating_args") or {}
+    options |= {name: sampling[name] for name in ROLL_SAMPLING if sampling.get(name) not in (None, -1)}
     if settings.get("seed") is not None:
         options["seeds"] = (settings["seed"],)
     group = int(options.get("group_size", 1))

@@ -79,6 +79,11 @@ def test_the_settings_of_rolls_page_are_read_and_run(tmp_path: Path) -> None:
     changes = ["steps=1", "seeds=0", "max_new_tokens=16", "prompts_per_step=4", "eval_prompts=8", f"output={tmp_path}"]
     row = rows_of(train(read_config(file, changes)).folder)[1]
     assert row["kl"] > 0 and row["grad_norm"] > 0
+    assert not config.truncation.is_on
+    for top_k, ours in ((100, 100), (-1, 0)):
+        file.write_text(f"{ROLL_PAGE}actor_infer: {{generating_args: {{top_p: 0.99, top_k: {top_k}}}}}\n")
+        config = read_config(file)
+        assert (config.top_p, config.top_k, config.replay_kept_sets) == (0.99, ours, True)
     file.write_text(ROLL_PAGE + "max_len_mask: true\n")
     with pytest.raises(InputError, match="max_len_mask"):
         read_config(file)

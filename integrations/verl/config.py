@@ -11,6 +11,7 @@ from gspo_kernels.validation import Checks, Unquoted, warn_once
 
 from ..backwards import BackwardSettings
 
+OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high
 NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
@@ -24,8 +25,20 @@ def backward_settings(model_config: Any) -> BackwardSettings:
     """
     options = model_config.fused_kernel_options or {}
     settings = BackwardSettings(**{name: options[name] for name in BackwardSettings._fields if name in options})
-    settings.check("actor_rollout_ref.model.fused_kernel_options")
+    settings.check(OPTIONS)
     return settings
+
+
+def requested_skip(model_config: Any) -> bool | None:
+    """Read skip_zero_advantage from model.fused_kernel_options. None means: wherever it is exact.
+
+    Raises:
+        TypeError: it is not a bool or None.
+    """
+    skip = (model_config.fused_kernel_options or {}).get("skip_zero_advantage")
+    if skip is not None:
+        Checks(OPTIONS).boolean("skip_zero_advantage", skip)
+    return skip
 
 
 def actor_config(loss_function: Any) -> Any:

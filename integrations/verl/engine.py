@@ -16,7 +16,14 @@ from gspo_kernels.validation import Checks
 
 from ..backwards import BackwardMetrics, BackwardSettings
 from ..huggingface import HeadOutput, fuse_head
-from .config import backward_settings, entropy_is_only_logged, warn_of_settings_that_never_clip
+from .config import (
+    OPTIONS,
+    backward_settings,
+    entropy_is_only_logged,
+    requested_skip,
+    warn_of_settings_that_never_clip,
+)
+from .zero_advantage import LiveAnswers, inexact_setting, interaction_of_rows
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
@@ -26,12 +33,15 @@ class GSPOEngine(FSDPEngineWithLMHead):
     Batches whose loss needs logits (top-k distillation, sum_pi_squared) run verl's own code.
 
     The dict model.fused_kernel_options may contain `gradient_budget` and `cache_mib`, arguments of `linear_log_probs`
-    for the updates. The metrics of an update contain gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share
-    of all its tokens, on all ranks.
+    for the updates, and `skip_zero_advantage`: whether answers with advantage 0 run in an update. By default, they do
+    not run wherever the gradients stay the same. The metrics of an update contain gspo/passes,
+    gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that ran, on all ranks, and with skipping
+    gspo/rows_run, the share of the answers that ran.
 
     Raises:
-        ValueError: `use_fused_kernels` is set; or the budget and the coefficient of the entropy bonus are both nonzero.
-        ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
+        ValueError: `use_fused_kernels` is set; or the budget and the coefficient of the entropy bonus are both nonzero;
+            or `skip_zero_advantage` is True, but would change gradients or metrics.
+        ValueError, TypeError: `gradient_budget`, `cache_mib` or `skip_zero_advantage` is invalid.
         HeadError, TypeError: `fuse_head` does not support the model or its head.
 
     Warns:
@@ -42,10 +52,15 @@ class GSPOEngine(FSDPEngineWithLMHead):
     _updates = 0  # updates of the current rollout so far
     _settings = BackwardSettings()
     _entropy_is_only_logged = False
+    _skip: bool | None = None  # skip_zero_advantage
+    _interaction: str | None = None  # a part of the model that forbids skipping
+    _printed = ""
 
     def _build_fsdp_module(self, module: Any) -> Any:
         self._backwards = BackwardMetrics()
         self._settings = backward_settings(self.model_config)
+        self._skip = requested_skip(self.model_config)
+        self._interaction = "quantization-aware training" if self._qat_enabled else interaction_of_rows(module)
         if self.model_config.use_fused_kernels:
             Checks("GSPOEngine").fail("model.use_fused_kernels", "False (it selects verl's own fused log-probs)", True)
         module = super()._build_fsdp_module(module)
@@ -67,6 +82,29 @@ class GSPOEngine(FSDPEngineWithLMHead):
         # verl gathers the lists of all data-parallel ranks, which are equal, and averages them.
         output["metrics"] |= {name: [value] for name, value in self._backwards.take(dist.group.WORLD).items()}
         return output
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        if forward_only or not self._skips(data, loss_function):
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        answers = LiveAnswers(data, loss_function, self.get_data_parallel_group())
+        output = super().forward_backward_batch(answers.data, answers.loss)
+        output["metrics"]["gspo/rows_run"] = [answers.share]
+        return output
+
+    def _skips(self, data: Any, loss_function: Any) -> bool:
+        """Decide whether answers with advantage 0 run in an update. Print the decision whenever it changes."""
+        if "advantages" not in data:  # SFT
+            return False
+        reason = self._interaction or inexact_setting(data, loss_function)
+        if self._skip and reason:
+            expected = f"None or False with {reason}, where skipping would not be exact"
+            Checks(OPTIONS).fail("skip_zero_advantage", expected, True)
+        skips = self._skip is not False and not reason
+        line = f"gspo_kernels: skip_zero_advantage={skips}{f' ({reason})' if reason and self._skip is None else ''}"
+        if line != self._printed and self.rank == 0:
+            print(line)
+        self._printed = line
+        return skips
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         self._backwards.collect()  # the backward of the previous micro-batch

@@ -126,7 +126,10 @@ def draw_fidelity(results: Results, path: Path) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(f"tokens per answer (synthetic policy, bf16 weights, vocabulary of {study['vocab']:,})")
     axes.set(ylabel="clip decisions that differ\nfrom float64 (%)", ylim=(0, 45))
-    axes.set_title("The head alone: rounding logits to bf16 flips clip decisions", fontsize=13, weight="bold")
+    at = lengths.index(LENGTH)
+    naive, exact = (100 * records[name]["wrong"][at] for name in (NAIVE, OURS))
+    finding = f"The head alone, answers of {LENGTH:,} tokens: bf16 logits get {naive:.0f}% of the clip decisions wrong"
+    axes.set_title(f"{finding}, gspo_kernels {exact:.1g}%", fontsize=11, weight="bold")
     save(figure, path)
 
 

@@ -128,7 +128,7 @@ def draw_fidelity(results: Results, path: Path) -> None:
     axes.set(ylabel="clip decisions that differ\nfrom float64 (%)", ylim=(0, 45))
     at = lengths.index(LENGTH)
     naive, exact = (100 * records[name]["wrong"][at] for name in (NAIVE, OURS))
-    finding = f"The head alone, answers of {LENGTH:,} tokens: bf16 logits get {naive:.0f}% of the clip decisions wrong"
+    finding = f"The head alone, answers of {LENGTH:,} tokens:\nbf16 logits get {naive:.0f}% of the clip decisions wrong"
     axes.set_title(f"{finding}, gspo_kernels {exact:.1g}%", fontsize=11, weight="bold")
     save(figure, path)
 

@@ -15,6 +15,8 @@ from gspo_kernels.tools.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
 API = ROOT / "build" / "api"
+# For the search: other spellings of a page's words, and a changelog that comes after the pages that it repeats.
+META = {"index.md": {"tags": ["licence"]}, "changelog.md": {"search": {"boost": 0.1}}}
 OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+(?:benchmarks|gspo_kernels|integrations|tests)/[^)]*\)")
 
 
@@ -47,5 +49,6 @@ def command_line() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links to source files into plain text. They work in a clone, but the site has no such files."""
+    """Add META. Turn links to source files into plain text: they work in a clone, but the site has no such files."""
+    page.meta |= META.get(page.file.src_uri, {})
     return OUTSIDE.sub(r"\1", markdown)

@@ -20,3 +20,13 @@ if (location.protocol === "file:") {
     }
   };
 }
+
+// The search reads a hyphen as an operator: "held-" matches every page, and "held-out" every word that begins with
+// "out". Pass "+held out" instead, which requires the first word.
+const post = Worker.prototype.postMessage;
+Worker.prototype.postMessage = function ({ type, data }) {
+  if (typeof data === "string" && !data.includes('"')) {
+    data = data.replace(/(^|\s)-+|-+(?=\s|$)/g, "$1").replace(/([^\s-]+)-+/g, "+$1 ");
+  }
+  post.call(this, { type, data });
+};

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 API = ROOT / "build" / "api"
 # For the search: other spellings of a page's words, and a changelog that comes after the pages that it repeats.
 META = {"index.md": {"tags": ["licence"]}, "changelog.md": {"search": {"boost": 0.1}}}
-OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+(?:benchmarks|gspo_kernels|integrations|tests)/[^)]*\)")
+OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+(?:benchmarks|examples|gspo_kernels|integrations|tests)/[^)]*\)")
 
 
 def on_startup(command: str, dirty: bool) -> None:

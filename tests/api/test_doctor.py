@@ -105,53 +105,83 @@ def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.Mo
     assert run()[1].endswith(f"To report this machine in an issue, paste:\n\n{broken.paragraph}\n")
 
 
+PINS = {package.name: package.tested for package in packages.packages()}
+
+
+def install(versions: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that these versions are installed (None: not installed), and the tested version of other packages."""
+
+    def version(name: str) -> str:
+        installed = (PINS | versions)[name]
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(packages, "version", version)
+
+
 def test_versions_are_listed_as_installed_tested_and_supported(
     monkeypatch: pytest.MonkeyPatch, torch_alone: None
 ) -> None:
-    newer = {"trl": "1.99.0", "peft": None, "verl": None}
-    installed = packages.version
-
-    def version(name: str) -> str:
-        found = newer[name] if name in newer else installed(name)
-        if found is None:
-            raise PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(packages, "version", version)
+    install({"verl": None}, monkeypatch)
     listed = {package.name: package for package in packages.packages()}
     assert listed.keys() == set(packages.PACKAGES)
     pins = dict(line.split(";")[0].split("==") for line in CONSTRAINTS.splitlines() if "==" in line and "<" not in line)
-    assert listed["torch"].tested == pins["torch"] and listed["torch"].supported == ">=2.11"
-    assert (listed["peft"].installed, listed["peft"].is_supported, listed["peft"].remark) == (None, True, "")
+    assert (listed["torch"].tested, listed["torch"].supported) == (pins["torch"], ">=2.11")
     assert (listed["verl"].tested, listed["verl"].supported) == ("0.9.1", "==0.9.1")
-    assert (
-        listed["trl"].remark
-        == f"trl 1.99.0 is not supported: expected >=0.29,<1.17, tested with {listed['trl'].tested}"
-    )
     code, out = run()
-    assert code == 0 and listed["trl"].remark in out.splitlines()
-    assert any(line.split() == ["verl", "-", "0.9.1", "==0.9.1"] for line in out.splitlines())
+    assert code == 0 and any(line.split() == ["verl", "-", "0.9.1", "==0.9.1"] for line in out.splitlines())
 
 
-def test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks(
+NEWER = f"newer than tested: torch 9.0 (tested {PINS['torch']}), triton 9.1 (tested {PINS['triton']})"
+BOTH: dict[str, str | None] = {"torch": "9.0", "triton": "9.1"}
+WITH_TRITON = " (gspo doctor --interpret runs some with triton, without a GPU)"
+VERSIONS: list[tuple[dict[str, str | None], dict[str, str], str]] = [  # installed, checks by backend, expected verdict
+    ({"peft": None}, {"torch": "ok"}, "all installed packages are the tested versions"),
+    ({"torch": f"{PINS['torch']}+cpu"}, {"torch": "wrong"}, "all installed packages are the tested versions"),
+    (BOTH, {"torch": "ok", "triton": "ok"}, f"{NEWER}; the checks pass"),
+    (BOTH, {"torch": "ok", "triton": "wrong"}, f"{NEWER}; not all checks pass"),
+    (BOTH, {"torch": "ok"}, f"{NEWER}; the checks pass; no check uses triton{WITH_TRITON}"),
+    (
+        {"triton": "3.6.0", "transformers": "99.0"},
+        {"torch": "ok", "triton": "ok"},
+        f"newer than tested: transformers 99.0 (tested {PINS['transformers']}); older than tested: triton 3.6.0 "
+        f"(tested {PINS['triton']}); the checks pass; no check uses transformers",
+    ),
+    (
+        {"trl": "1.99.0", "torch": "2.9.0+cu128", "verl": "0.9.1"},
+        {"torch": "ok"},
+        f"torch 2.9.0+cu128 is too old: >=2.11 is required, run pip install torch=={PINS['torch']}; "
+        f"trl 1.99.0 is too new: >=0.29,<1.17 is required, run pip install trl=={PINS['trl']}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("installed", "verdicts", "expected"), VERSIONS)
+def test_the_verdict_on_versions(
+    installed: dict[str, str | None],
+    verdicts: dict[str, str],
+    expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def remarks(verdicts: dict[str, str], **versions: str) -> list[str]:
-        monkeypatch.setattr(packages, "version", lambda name: versions.get(name) or pins.get(name, "0"))
-        results = [checks.Check("cpu", backend, "float32", verdict) for backend, verdict in verdicts.items()]
-        return diagnosis.newer_than_tested(packages.packages(), results)
+    install(installed, monkeypatch)
+    results = [checks.Check("cpu", backend, "float32", verdict) for backend, verdict in verdicts.items()]
+    diagnosed = diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], results, [], packages.packages())
+    assert diagnosed.versions_verdict == f"Versions: {expected}."
+    monkeypatch.setattr(diagnosis, "diagnose", lambda *_: diagnosed)
+    code, out = run()
+    assert out.splitlines()[-2:] == [diagnosed.versions_verdict, diagnosed.verdict]
+    assert code == ("wrong" in verdicts.values())  # versions do not change the exit status
+    assert run_json()[1]["versions_verdict"] == diagnosed.versions_verdict
 
-    pins = {package.name: package.tested for package in packages.packages() if package.tested}
-    torch_is_newer = f"torch 9.0.0+cpu is newer than tested ({pins['torch']}); "
-    triton_is_newer = f"triton 9.1 is newer than tested ({pins['triton']}); "
-    newer = {"torch": "9.0.0+cpu", "triton": "9.1", "transformers": "99.0"}
-    both = [torch_is_newer + "its checks pass", triton_is_newer + "its checks pass"]
-    assert remarks({"torch": "ok", "triton": "ok"}, **newer) == both
-    both = [torch_is_newer + "not all of its checks pass", triton_is_newer + "not all of its checks pass"]
-    assert remarks({"torch": "ok", "triton": "wrong"}, **newer) == both
-    both[1] = triton_is_newer + "no check has run with it (gspo doctor --interpret runs some without a GPU)"
-    assert remarks({"torch": "crashed"}, **newer) == both
-    assert remarks({"torch": "ok"}, torch=f"{pins['torch']}+cpu", triton="3.6.0") == []
+
+def test_without_metadata_versions_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(packages, "requires", requires)
+    diagnosed = diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], [], [], packages.packages())
+    assert diagnosed.versions_verdict.startswith("Versions: not compared, because gspo-kernels is not installed")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

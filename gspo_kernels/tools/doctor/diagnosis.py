@@ -62,6 +62,30 @@ class Diagnosis:
         return f"Good: all {len(self.checks)} checks agree with float64."
 
     @property
+    def versions_verdict(self) -> str:
+        """One line that compares the installed packages with the tested and the supported versions."""
+        if not self.packages:
+            return "Versions: not compared, because gspo-kernels is not installed with pip."
+        parts = [
+            f"{x.name} {x.installed} is {x.status}: {x.supported} is required, run pip install {x.name}=={x.tested}"
+            for x in self.packages
+            if x.status in ("too old", "too new")
+        ]
+        untested = []
+        for status in ("newer", "older"):
+            if alike := [x for x in self.packages if x.status == status]:
+                listed = ", ".join(f"{x.name} {x.installed} (tested {x.tested})" for x in alike)
+                parts.append(f"{status} than tested: {listed}")
+                untested += [x.name for x in alike]
+        used = {"torch", *(c.backend for c in self.checks)}
+        if used & set(untested):
+            parts.append("not all checks pass" if self.faults else "the checks pass")
+        if unused := [name for name in untested if name not in used]:
+            hint = " (gspo doctor --interpret runs some with triton, without a GPU)" if "triton" in unused else ""
+            parts.append(f"no check uses {', '.join(unused)}{hint}")
+        return f"Versions: {'; '.join(parts) or 'all installed packages are the tested versions'}."
+
+    @property
     def paragraph(self) -> str:
         """Versions, accelerators, settings and results, to paste into an issue. Empty without an accelerator.
 
@@ -82,7 +106,7 @@ class Diagnosis:
         lines.append(f"{passed}, with at most {ratio:.2g} of the allowed error ({place})")
         bad = [c for c in self.checks if c.verdict != "ok"]
         lines += [f"{c.place} {c.verdict}: {c.message or f'error {c.error_ratio} of what is allowed'}" for c in bad]
-        return " ".join(f"{line.rstrip('.')}." for line in [*lines, *self.remarks])
+        return " ".join(f"{line.rstrip('.')}." for line in [*lines, self.versions_verdict, *self.remarks])
 
 
 def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda _: None) -> Diagnosis:
@@ -105,24 +129,7 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
             progress("triton on cpu, interpreted")
             checks += interpreted_checks()
         devices.append(describe(device))  # after the checks, because the first one ran the self-check
-    listed = packages()
-    unsupported = [package.remark for package in listed if package.remark]
-    remarks += absent + unsupported + newer_than_tested(listed, checks)
-    return Diagnosis(_versions(triton), devices, checks, remarks, listed)
-
-
-def newer_than_tested(listed: list[Package], checks: list[Check]) -> list[str]:
-    """Name torch and triton if they are newer than tested, and say whether the checks that ran with them pass."""
-    remarks = []
-    for package in listed:
-        if package.name not in ("torch", "triton") or not package.is_newer:
-            continue
-        verdicts = [c.verdict for c in checks if package.name == "torch" or c.backend == "triton"]
-        result = "its checks pass" if all(x == "ok" for x in verdicts) else "not all of its checks pass"
-        if not verdicts:
-            result = "no check has run with it (gspo doctor --interpret runs some without a GPU)"
-        remarks.append(f"{package.name} {package.installed} is newer than tested ({package.tested}); {result}")
-    return remarks
+    return Diagnosis(_versions(triton), devices, checks, remarks + absent, packages())
 
 
 def _installed(name: str) -> str | None:

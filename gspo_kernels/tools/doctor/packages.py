@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Literal
 
 from ...extras import needs
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "verl", "liger-kernel")
 CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"
+Status = Literal["tested", "newer", "older", "too new", "too old", "not installed"]  # "newer", "older": supported
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,9 @@ class Package:
 
     name: str
     installed: str | None  # version; None: not installed
-    tested: str | None  # version in constraints.txt; None: it has none for this Python
+    tested: str  # version in constraints.txt, or the one that the extra requires
     supported: str  # version specifier, such as ">=0.29,<1.17"
-    is_supported: bool  # also True if it is not installed
-    is_newer: bool  # the installed version is newer than the tested one
-
-    @property
-    def remark(self) -> str:
-        """A warning if the installed version is not supported, otherwise empty."""
-        if self.is_supported:
-            return ""
-        return f"{self.name} {self.installed} is not supported: expected {self.supported}, tested with {self.tested}"
+    status: Status  # the installed version, compared with the tested and the supported ones
 
 
 def packages() -> list[Package]:
@@ -51,15 +45,23 @@ def packages() -> list[Package]:
     for name in PACKAGES:
         if name not in required:
             continue
-        pin = tested.get(name, required[name])  # verl has no pin, but its extra requires one version
-        exact = [x.version for x in pin if x.operator == "=="]
+        # verl has no pin, because its extra requires one version.
+        (pin,) = (x.version for x in tested.get(name, required[name]) if x.operator == "==")
         try:
             installed = version(name)
         except PackageNotFoundError:
             installed = None
-        is_supported = installed is None or required[name].contains(installed, prereleases=True)
         supported = ",".join(sorted(map(str, required[name]), reverse=True))  # a SpecifierSet is unordered
-        # Only the public part counts: 2.13.0+cpu is not newer than 2.13.0.
-        is_newer = bool(installed and exact and Version(Version(installed).public) > Version(exact[0]))
-        result.append(Package(name, installed, exact[0] if exact else None, supported, is_supported, is_newer))
+        status: Status = "not installed"
+        if installed is not None:
+            # Only the public part counts: 2.13.0+cpu is 2.13.0.
+            public = Version(Version(installed).public)
+            is_supported = required[name].contains(installed, prereleases=True)
+            if public == Version(pin):
+                status = "tested"
+            elif public > Version(pin):
+                status = "newer" if is_supported else "too new"
+            else:
+                status = "older" if is_supported else "too old"
+        result.append(Package(name, installed, pin, supported, status))
     return result

@@ -31,7 +31,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
         for column in ("", "installed", "tested", "supported"):
             versions.add_column(column, no_wrap=True)
         for package in result.packages:
-            versions.add_row(package.name, package.installed or "-", package.tested or "-", package.supported)
+            versions.add_row(package.name, package.installed or "-", package.tested, package.supported)
         console.print(versions)
     for device in result.devices:
         print_line(f"{device.name}: {device.text}")
@@ -47,7 +47,9 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
     for check in result.checks:
         if check.message:
             print_line(f"{check.place}: {check.message}")
-    return result.verdict, not result.faults, asdict(result) | {"paragraph": result.paragraph}
+    print_line(result.versions_verdict)
+    computed = {"versions_verdict": result.versions_verdict, "paragraph": result.paragraph}
+    return result.verdict, not result.faults, asdict(result) | computed
 
 
 def compile_kernels(

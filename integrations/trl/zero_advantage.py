@@ -3,11 +3,15 @@
 Without KL, entropy bonus and router loss, the gradient of an answer with advantage 0 is exactly 0. `LiveAnswers` runs
 the model on the other answers only. TRL's loss still gets the log-probs of all answers, so that its divisors and clip
 fractions do not change: an answer that did not run gets its old log-probs, and its ratio is 1.
+
+Live answers are those that run. Every rank runs at least two tokens per micro-batch, and the slowest rank determines
+the time of a micro-batch. So the live answers of each optimizer step are moved into as few micro-batches as possible.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from transformers import ProcessorMixin
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 
 from gspo_kernels.validation import Checks
 
@@ -28,10 +33,15 @@ _OLD = "old_per_token_logps"  # TRL's key
 
 
 class Skipping(NamedTuple):
-    """Whether answers with advantage 0 skip the model, and whether the others are cropped to the longest of them."""
+    """Whether answers with advantage 0 skip the model, and what else is done to save time.
+
+    `crops`: the other answers are cropped to the longest of them. `moves`: they are moved into as few micro-batches of
+    an optimizer step as possible.
+    """
 
     is_on: bool
     crops: bool
+    moves: bool
     description: str  # for the line that the trainer prints
 
 
@@ -54,9 +64,11 @@ def skipping(place: str, trainer: Any, requested: bool | None) -> Skipping:
     if wanted and reason:
         check.fail("skip_zero_advantage", f"None or False with {reason}, where skipping would not be exact", True)
     if reason or wanted is False:
-        return Skipping(False, False, f"skip_zero_advantage=False{f' ({reason})' if wanted is None else ''}")
-    length = _dependence_on_length(trainer)
-    return Skipping(True, not length, f"skip_zero_advantage=True{f' (padding kept: {length})' if length else ''}")
+        description = f"skip_zero_advantage=False{f' ({reason})' if wanted is None else ''}"
+        return Skipping(False, False, False, description)
+    length, order = _dependence_on_length(trainer), _dependence_on_order(trainer)
+    kept = ", ".join(f"{name} kept: {why}" for name, why in (("padding", length), ("order", order)) if why)
+    return Skipping(True, not length, not order, f"skip_zero_advantage=True{f' ({kept})' if kept else ''}")
 
 
 def _inexact_setting(trainer: Any) -> str | None:
@@ -103,6 +115,19 @@ def _dependence_on_length(trainer: Any) -> str | None:
     return rope_of_longest_row(trainer.model)
 
 
+def _dependence_on_order(trainer: Any) -> str | None:
+    """Name what forbids moving answers to another micro-batch of the same optimizer step.
+
+    All loss types but bnpo give an answer a weight that does not depend on its micro-batch. They divide by the number
+    of answers, which all micro-batches share, by `max_completion_length`, or by the tokens of the whole rollout.
+    """
+    if trainer.loss_type == "bnpo":  # divides by the tokens of the micro-batch
+        return f"loss_type={trainer.loss_type!r}"
+    if method_before(trainer, _PREPARE) is not getattr(GRPOTrainer, _PREPARE):
+        return f"an override of {_PREPARE}"
+    return None
+
+
 def loss_mask(batch: Mapping[str, Any]) -> Tensor:
     """Mask [B, C] of the completion tokens in TRL's loss."""
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
@@ -114,6 +139,31 @@ def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
     if "importance_sampling_ratio" in batch and loss_type != "vespo":  # vespo does not multiply by it
         live = live & batch["importance_sampling_ratio"].ne(0)  # [B, C] or [B, 1]
     return live.any(1)
+
+
+def live_rows_last(batches: list[Any], per_update: int, loss_type: str) -> list[Any]:
+    """Move the live rows of every `per_update` batches to the last of these batches.
+
+    Their order stays the same, and so does the number of rows of a batch. Last is better than first: ranks exchange
+    gradients during the backward of the last micro-batch, which hides more of it if the micro-batch is large.
+    """
+    moved = []
+    for first in range(0, len(batches), per_update):
+        group = batches[first : first + per_update]
+        order = torch.cat([live_rows(batch, loss_type) for batch in group]).int().argsort(stable=True)
+        joined = {name: _rows([batch[name] for batch in group], order) for name in group[0]}
+        moved += split_tensor_dict(joined, len(group))
+    return moved
+
+
+def _rows(values: list[Any], order: Tensor) -> Any:
+    """Join the values that batches have for a key, and put their rows in order. Numbers of a rollout have no rows."""
+    if values[0] is None or (isinstance(values[0], Tensor) and values[0].ndim == 0):
+        return values[0]
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)[order]
+    rows = [row for value in values for row in value]
+    return [rows[i] for i in order.tolist()]
 
 
 class LiveAnswers:
@@ -237,8 +287,15 @@ class LiveAnswers:
         return is_trls and not is_aligned and not needs_all
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
+        trainer, args = self.trainer, self.trainer.args
+        previous = trainer._buffered_inputs
         inputs = self._replaced[_PREPARE](generation_batch)
-        trainer = self.trainer
+        if trainer._buffered_inputs is not previous and self.skipping.moves and self._skips():
+            # Optimizer steps end after multiples of gradient_accumulation_steps and at the end of an epoch, where a
+            # rollout ends, too. So rows stay in their step.
+            per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+            trainer._buffered_inputs = live_rows_last(trainer._buffered_inputs, per_update, trainer.loss_type)
+            inputs = trainer._buffered_inputs[trainer._step % args.steps_per_generation]
         if self._is_deferred and trainer.model.training and trainer.accelerator.sync_gradients:
             for batch in trainer._buffered_inputs:
                 if batch is not inputs and _OLD not in batch:  # in the first optimizer step of the rollout only

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,11 @@ pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 import datasets
 import transformers
-from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_LOG_RELATIVE
+import trl
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from tolerance import LOSS_PER_ADVANTAGE, MODEL_GRADIENT_RELATIVE, TRAINER_ABSOLUTE, TRAINER_LOG_RELATIVE
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
@@ -45,6 +51,7 @@ CASES: dict[str, tuple[float, dict[str, Any]]] = {
         {"loss_type": "cispo", "epsilon_high": 5.0, "save_steps": 3, "save_strategy": "steps", "learning_rate": 1e-3},
     ),
     "padding kept": (0.75, {"padded": True}),
+    "four micro-batches per update": (0.5, {"gradient_accumulation_steps": 4, "steps_per_generation": 8}),
     "bnpo, tool mask": (0.5, {"loss_type": "bnpo", "tool_mask": True}),
 }
 
@@ -63,10 +70,12 @@ class Prompts:
         return [1.0 if is_dead else score for is_dead, score in zip(dead, scores, strict=True)]
 
 
-def trainer_of(folder: Path, reward: Any, kind: Any = GRPOTrainer, lora: bool = False, **options: Any) -> Any:
+def trainer_of(
+    folder: Path, reward: Any, kind: Any = GRPOTrainer, lora: bool = False, model: str = "", **options: Any
+) -> Any:
     peft = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"]) if lora else None
     prompts = datasets.Dataset.from_list([{"prompt": "ab"}, {"prompt": "ah"}])
-    trainer = make_trainer(kind, checkpoint(folder / "model"), folder, peft, prompts, **{**ADAM, **options})
+    trainer = make_trainer(kind, model or checkpoint(folder / "model"), folder, peft, prompts, **{**ADAM, **options})
     trainer.reward_funcs = [reward]
     return trainer
 
@@ -120,21 +129,32 @@ def train(ours: bool, folder: Path, reward: Any, tool_mask: bool = False, padded
 def compare(stock: Any, ours: Any, seen: list[tuple[Any, Tensor]]) -> None:
     logs, our_logs = steps_of(stock), steps_of(ours)
     assert len(our_logs) == len(logs) > 5
+    count = stock.args.gradient_accumulation_steps
+    moved = (
+        1 if stock.loss_type == "bnpo" else math.gcd(count, stock.args.steps_per_generation)
+    )  # between micro-batches
+    # Means over micro-batches of a minimum or maximum depend on which answers are in a micro-batch.
+    by_batch = {"clip_ratio/low_min", "clip_ratio/high_max"} if moved > 1 else set()
     for a, b in zip(our_logs, logs, strict=True):
-        for key in b.keys() - {"entropy"}:
+        for key in b.keys() - {"entropy"} - by_batch:
             relative = LOSS_PER_ADVANTAGE if key == "loss" else TRAINER_LOG_RELATIVE
             if "time" not in key:
                 assert a[key] == pytest.approx(b[key], rel=relative, abs=LOSS_PER_ADVANTAGE, nan_ok=True), key
     for a, b in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    if len(seen) != len(logs) * stock.args.gradient_accumulation_steps:  # resumed
+    if len(seen) != len(logs) * count:  # resumed
         return
     for i, log in enumerate(our_logs):
-        count = stock.args.gradient_accumulation_steps
         live = [live_rows(batch, stock.loss_type) for batch, _ in seen[i * count : (i + 1) * count]]
         assert log["gspo/rows_run"] == pytest.approx(torch.cat(live).float().mean().item())
-        masks = [loss_mask(batch) * x[:, None] for (batch, _), x in zip(seen[i * count :], live, strict=False)]
-        means = [(e * m).sum() / m.sum() for (_, e), m in zip(seen[i * count :], masks, strict=False) if m.any()]
+        means = []
+        for j in range(0, count, moved):
+            batches = seen[i * count + j :][:moved]
+            order = torch.cat(live[j : j + moved]).int().argsort(stable=True)
+            masks = torch.cat([loss_mask(batch) * live_rows(batch, stock.loss_type)[:, None] for batch, _ in batches])
+            entropies = torch.cat([e for _, e in batches])
+            micro = zip(entropies[order].chunk(moved), masks[order].chunk(moved), strict=True)
+            means += [(e * m).sum() / m.sum() for e, m in micro if m.any()]
         assert ("entropy" in log) == bool(means)
         if means:
             assert log["entropy"] == pytest.approx(torch.stack(means).mean().item(), rel=TRAINER_LOG_RELATIVE)
@@ -150,28 +170,121 @@ def test_training_equals_stock_trl(name: str, tmp_path: Path) -> None:
     assert max(rows) == 0 if dead == 1 else max(rows) > 0 and (dead == 0 or min(rows) < 1)
 
 
-def rank_main(rank: int, folder: Path, ours: bool) -> None:
-    trainer, _ = train(ours, folder / str(rank), Prompts(float(rank)))  # all answers of rank 1 are dead
-    parameters = [p.detach() for p in trainer.model.parameters()]
-    torch.save((steps_of(trainer), parameters), folder / f"{rank}.pt")
+class DeadGroups:
+    """A reward: 0, 1, 2, 3 for the answers of a group, and 1 for all answers of some groups.
+
+    `dead` has these groups for each rollout in turn.
+    """
+
+    __name__ = "reward"
+
+    def __init__(self, *dead: tuple[int, ...]) -> None:
+        self.dead = itertools.cycle(dead)
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        dead = next(self.dead)
+        return [1.0 if i // 4 in dead else float(i % 4) for i in range(len(completions))]
+
+
+# Two rollouts of 16 answers, with two updates each. The ratios of the second update are not 1.
+FOUR_MICRO_BATCHES = {
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "max_steps": 4,
+    "max_grad_norm": 1e9,
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {"importance_sampling_level": "token"},
+    "luspo": {},
+    "cispo": {"epsilon_high": 5.0},
+    "sapo": {"importance_sampling_level": "token"},
+    **({"vespo": {"importance_sampling_level": "token"}} if hasattr(trl.GRPOConfig, "vespo_k_pos") else {}),
+}
+
+
+def whole(values: Iterable[Any]) -> Tensor:
+    """Join tensors, which FSDP2 may have sharded."""
+    return torch.cat([(x.full_tensor() if hasattr(x, "full_tensor") else x).detach().flatten() for x in values])
+
+
+def updates(trainer: Any, ours: bool) -> dict[str, Any]:
+    """Train. Return gradient, log and rows per micro-batch of each optimizer step, and the weights."""
+    gradients: list[Tensor] = []
+    rows: list[int] = []
+
+    class Record(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            gradients.append(whole(p.grad for p in model.parameters()))
+
+    def record(embeddings: Any, inputs: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            rows.append(len(inputs[0]))
+
+    trainer.add_callback(Record())
+    trainer.model.get_input_embeddings().register_forward_pre_hook(record)
+    if ours:
+        accelerate_trainer(trainer, skip_zero_advantage=True)
+    trainer.train()
+    micro = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+    logs = [{key: log[key] for key in ("loss", "grad_norm")} for log in steps_of(trainer)]
+    return {"gradients": gradients, "logs": logs, "rows": micro, "weights": whole(trainer.model.parameters())}
+
+
+def same_updates(ours: dict[str, Any], stock: dict[str, Any]) -> None:
+    assert stock["rows"] == [[4, 4, 4, 4]] * 4 and len(ours["gradients"]) == len(stock["gradients"]) == 4
+    for a, b in zip(ours["gradients"], stock["gradients"], strict=True):
+        assert b.norm() > 0 and (a - b).norm() <= MODEL_GRADIENT_RELATIVE[b.dtype] * b.norm()
+    for a, b in zip(ours["logs"], stock["logs"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=LOSS_PER_ADVANTAGE, abs=LOSS_PER_ADVANTAGE)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=TRAINER_LOG_RELATIVE)
+    torch.testing.assert_close(ours["weights"], stock["weights"], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_live_answers_share_micro_batches(loss_type: str, tmp_path: Path) -> None:
+    options = {**FOUR_MICRO_BATCHES, "loss_type": loss_type, **LOSSES[loss_type]}
+    stock, ours = (updates(trainer_of(tmp_path, DeadGroups((0, 2)), **options), ours) for ours in (False, True))
+    assert ours["rows"] == [[1, 1, 4, 4]] * 4
+    same_updates(ours, stock)
+
+
+def shard(trainer: Any) -> None:
+    """Make accelerate shard the model by FSDP2. On CPUs, it ignores the configuration, and replicates the model."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    trainer.is_fsdp_enabled = True
+
+
+RANK_DEAD = (((0,), (2,)), ((0, 1, 3), (0, 1, 2, 3)))  # for each rollout. In the second, all answers of rank 1 are dead
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    runs: dict[str, list[Any]] = {"ddp": [], "fsdp2": []}
+    for kind, of_kind in runs.items():
+        for ours in (False, True):
+            reward = DeadGroups(*RANK_DEAD[rank])
+            trainer = trainer_of(folder / str(rank), reward, model=str(folder / "model"), **FOUR_MICRO_BATCHES)
+            if kind == "fsdp2":
+                shard(trainer)
+            of_kind.append(updates(trainer, ours))
+            assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == (kind == "fsdp2")
+    torch.save(runs, folder / f"{rank}.pt")
 
 
 @pytest.mark.slow
-def test_a_rank_without_live_answers_takes_the_same_steps(tmp_path: Path) -> None:
-    runs = []
-    for ours in (False, True):
-        folder = tmp_path / str(ours)
-        folder.mkdir()
-        run_ranks(rank_main, 2, folder, ours)
-        runs.append([torch.load(folder / f"{rank}.pt") for rank in (0, 1)])
-    (logs, _), _ = runs[0]
-    (our_logs, _), _ = runs[1]
-    assert len(logs) == len(our_logs) == 6 and 0 < max(log["gspo/rows_run"] for log in our_logs) <= 0.5
-    for a, b in zip(our_logs, logs, strict=True):
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=TRAINER_LOG_RELATIVE)
-    for _, parameters in runs[1]:
-        for a, b in zip(parameters, runs[0][0][1], strict=True):
-            torch.testing.assert_close(a, b, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+def test_live_answers_share_micro_batches_on_every_rank(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model")
+    run_ranks(rank_main, 2, tmp_path, deadline=480.0)
+    for rank, rows in enumerate(([[1, 4, 4, 4]] * 4, [[1, 1, 1, 4]] * 2 + [[1, 1, 1, 1]] * 2)):
+        for kind, (stock, ours) in torch.load(tmp_path / f"{rank}.pt").items():
+            assert ours["rows"] == rows, kind
+            same_updates(ours, stock)
 
 
 def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
@@ -275,6 +388,14 @@ def test_settings_that_make_skipping_inexact_are_named(
             assert reason in str(error.value) and not hasattr(trainer, "_gspo_live")
     with pytest.raises(TypeError, match="skip_zero_advantage must be True or False, got 1"):
         accelerate_trainer(trainer, skip_zero_advantage=1)  # type: ignore[arg-type]
+    for name, value, reason in (
+        ("loss_type", "bnpo", "loss_type='bnpo'"),
+        ("_prepare_inputs", lambda batch: batch, "an override of _prepare_inputs"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, name, value)
+            is_on, crops, moves, text = skipping("here", trainer, True)
+            assert is_on and crops and not moves and text == f"skip_zero_advantage=True (order kept: {reason})"
     accelerate_trainer(trainer, skip_zero_advantage=False)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=False\n")
     for owner, name, value, reason in (
@@ -283,8 +404,9 @@ def test_settings_that_make_skipping_inexact_are_named(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
-            is_on, crops, text = skipping("here", trainer, True)
-            assert is_on and not crops and text == f"skip_zero_advantage=True (padding kept: {reason})"
+            is_on, crops, moves, text = skipping("here", trainer, True)
+            assert is_on and not crops and moves
+            assert text == f"skip_zero_advantage=True (padding kept: {reason})"
     accelerate_trainer(trainer)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=True\n")
     trainer.model.train()

@@ -6,6 +6,7 @@ Megatron Core.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers import chat_model
+from helpers.ranks import run_ranks
+from tolerance import MODEL_GRADIENT_RELATIVE, TRAINER_ABSOLUTE
+
+from gspo_kernels.integrations.reference_trainer.policy import demo_policy
+from gspo_kernels.metrics import combine
+from gspo_kernels.reference import gspo_reference_loss
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 needs_trl = pytest.mark.skipif(
@@ -43,6 +52,13 @@ def output_of(folder: Path, command: list[Any]) -> str:
     )
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
     return done.stdout
+
+
+def imported(name: str) -> Any:
+    """Import a file of examples/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module(name)
 
 
 def numbers(pattern: str, output: str) -> list[float]:
@@ -128,11 +144,6 @@ def test_gsm8k_by_name(tmp_path: Path) -> None:
 
 @needs_trl
 def test_the_reward_of_gsm8k() -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import trl_gsm8k
-    finally:
-        sys.path.remove(str(EXAMPLES))
     solution = "Natalia sold 1,000 + 200 = 1200 clips.\n#### 1,200"
     answers = {
         "So she sold 1000 + 200.\n#### 1200": 1.0,
@@ -143,7 +154,7 @@ def test_the_reward_of_gsm8k() -> None:
         "#### -1200": 0.0,
         "": 0.0,
     }
-    assert {text: trl_gsm8k.score(text, solution) for text in answers} == answers
+    assert {text: imported("trl_gsm8k").score(text, solution) for text in answers} == answers
 
 
 @needs_trl
@@ -179,6 +190,106 @@ def test_fsdp2_and_its_checkpoint(tmp_path: Path) -> None:
     assert max(numbers("clipped", output)) > 0.05
     (continued,) = numbers("reward", run(tmp_path, "plain_loop.py", "--model", "sharded", "--steps", 1))
     assert continued > rewards[0] + 0.1
+
+
+def test_packed_ddp(tmp_path: Path) -> None:
+    output = run(tmp_path, "packed_ddp.py", "--steps", 31, processes=2)
+    rewards = numbers("reward", output)
+    assert rewards[-1] > rewards[0] + 0.1
+    assert max(numbers("clipped", output)) > 0.05 and max(numbers("KL", output)) > 0.05
+
+
+def packed_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = demo_policy().model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)  # far from uniform distributions, so that other sequences would change log-probs
+    return model
+
+
+def packed_sequences() -> list[Any]:
+    """Make seven sequences (ids [L], mask [L], advantage)."""
+    torch.manual_seed(2)
+    lengths, prompts = (9, 2, 14, 11, 8, 5, 3), (4, 1, 3, 8, 2, 5, 1)  # the last but one has no answer
+    ids = [torch.randint(3, 15, (length,)) for length in lengths]
+    masks = [torch.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    masks[2][6:9] = False  # tokens of a tool
+    return list(zip(ids, masks, torch.randn(len(lengths)).tolist(), strict=True))
+
+
+def stale(log_probs: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Change log-probs as if they were of another policy, so that four sequences are clipped."""
+    return log_probs + 1e-3 * torch.sin(3.0 * batch["target_ids"] + batch["position_ids"])
+
+
+def packed_rank(rank: int, folder: Path) -> None:
+    example = imported("packed_ddp")
+    example.TOKENS = 20
+    dist.init_process_group("gloo")
+    model, reference = packed_model(0), packed_model(1)
+    example.fuse_head(model)
+    example.fuse_head(reference)
+    sequences = packed_sequences()
+    batches = example.micro_batches(sequences[:5] if rank == 0 else sequences[5:])
+    assert len(batches) == (3 if rank == 0 else 1)
+    example.add_log_probs(batches, model, reference)
+    names = ("old_log_probs", "ref_log_probs")
+    saved: dict[str, Any] = {name: torch.cat([batch[name] for batch in batches]) for name in names}
+    for batch in batches:
+        batch["old_log_probs"] = stale(batch["old_log_probs"], batch)
+    metrics = example.backward(example.DistributedDataParallel(model), batches)
+    saved["metrics"] = combine(metrics, dist.group.WORLD)
+    saved["gradients"] = {name: p.grad for name, p in model.named_parameters()}
+    torch.save(saved, folder / f"{rank}.pt")
+
+
+def test_packed_ddp_has_the_gradients_of_separate_sequences_in_one_batch(tmp_path: Path) -> None:
+    run_ranks(packed_rank, 2, tmp_path)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    example = imported("packed_ddp")
+    model, reference = packed_model(0).double(), packed_model(1).double()
+    batch = example.pack(packed_sequences())
+    starts = batch["cu_seqlens"][1:-1].tolist()
+
+    def hidden(model: Any) -> torch.Tensor:
+        """Run each sequence alone."""
+        parts = batch["input_ids"].tensor_split(starts)
+        return torch.cat([model.model(input_ids=part[None]).last_hidden_state[0] for part in parts])
+
+    def loss(model: Any, **options: Any) -> Any:
+        head = model.lm_head.weight, batch["target_ids"], batch["advantages"].double()
+        layout = {name: batch[name] for name in ("mask", "cu_seqlens")}
+        return gspo_reference_loss(hidden(model), *head, **layout, **options)
+
+    plain = example.Objective()
+    with torch.no_grad():
+        old, ref = (loss(x, objective=plain).log_probs for x in (model, reference))
+    for name, expected in (("old_log_probs", old), ("ref_log_probs", ref)):
+        packed = torch.cat([rank[name] for rank in ranks])
+        torch.testing.assert_close(packed.double(), expected, rtol=0, atol=TRAINER_ABSOLUTE)
+    loss(model, old_log_probs=stale(old, batch), ref_log_probs=ref, objective=example.OBJECTIVE).loss.backward()
+    truth = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for rank in ranks:
+        gradients = torch.cat([rank["gradients"][name].flatten() for name, _ in model.named_parameters()])
+        assert (gradients - truth).norm() < MODEL_GRADIENT_RELATIVE[torch.float32] * truth.norm()
+        assert rank["metrics"]["sequences"] == 6
+        assert rank["metrics"]["clip_fraction"].item() == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_packed_sequences_do_not_attend_to_each_other(attention: str) -> None:
+    example = imported("packed_ddp")
+    model = packed_model(0)
+    example.fuse_head(model)
+    model.set_attn_implementation(attention)
+
+    def log_probs(sequences: list[Any]) -> torch.Tensor:
+        return example.at_head(model, example.pack(sequences), example.linear_log_probs).log_probs
+
+    alone = torch.cat([log_probs([x]) for x in packed_sequences()])
+    torch.testing.assert_close(log_probs(packed_sequences()), alone, rtol=0, atol=TRAINER_ABSOLUTE)
 
 
 @needs_megatron

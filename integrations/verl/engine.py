@@ -23,7 +23,7 @@ from .config import (
     requested_skip,
     warn_of_settings_that_never_clip,
 )
-from .zero_advantage import LiveAnswers, inexact_setting, interaction_of_rows
+from .zero_advantage import LiveBatch, inexact_setting, interaction_of_rows
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
@@ -86,9 +86,9 @@ class GSPOEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         if forward_only or not self._skips(data, loss_function):
             return super().forward_backward_batch(data, loss_function, forward_only)
-        answers = LiveAnswers(data, loss_function, self.get_data_parallel_group())
-        output = super().forward_backward_batch(answers.data, answers.loss)
-        output["metrics"]["gspo/rows_run"] = [answers.share]
+        live = LiveBatch(data, loss_function, self.get_data_parallel_group())
+        output = super().forward_backward_batch(live.data, live.loss)
+        output["metrics"]["gspo/rows_run"] = [live.share]
         return output
 
     def _skips(self, data: Any, loss_function: Any) -> bool:

@@ -1,6 +1,6 @@
 """Updates without the answers whose gradient is exactly 0.
 
-Without KL and entropy bonus, an answer with advantage 0 has a gradient of exactly 0. `LiveAnswers` selects the other
+Without KL and entropy bonus, an answer with advantage 0 has a gradient of exactly 0. `LiveBatch` selects the other
 answers of a batch before verl splits it into micro-batches. The loss divides by the sizes of the complete batch.
 """
 
@@ -73,7 +73,7 @@ def live_rows(data: Any) -> Tensor:
     return live.any(1)
 
 
-class LiveAnswers:
+class LiveBatch:
     """The answers of a batch that run in an update, and the loss that divides by the sizes of the complete batch.
 
     All ranks run the same number of answers, at least one, so that they have equally many micro-batches. A rank with

@@ -96,6 +96,12 @@ FAULTS: dict[str, Fault] = {
         "self.detach_entropy = entropy_is_only_logged and settings.gradient_budget > 0",
         "trainers/verl_budget::test_entropies_that_are_only_logged_have_no_backward",
     ),
+    "verl: the loss divides by the tokens of the answers that ran": (
+        "LiveBatch.loss",
+        "tu.assign_non_tensor(data, batch_num_tokens=self._batch_num_tokens)",
+        "pass",
+        "trainers/verl_zero_advantage::test_training_and_metrics_equal_those_of_all_answers[1]",
+    ),
     "verl's loss_scale_factor ignored": (
         "verl/policy_loss:gspo_policy_loss",
         'batch.get("loss_scale_factor") or response_mask.shape[1]',

@@ -113,6 +113,21 @@ def test_entropies_that_are_only_logged_have_no_backward(tmp_path: Path) -> None
     run_ranks(entropy_main, 1, tmp_path)
 
 
+def unrequested_main(rank: int, folder: Path) -> None:
+    start()
+    os.environ["GSPO_BACKEND"] = "triton"
+    worker = make_worker(folder / "model", True, BASE)
+    with launches() as seen:
+        metrics, _ = update(worker, entropy=False)
+    computed = [x.arguments["tile_entropy"] is not None for x in seen if x.kernel.__name__ == "forward_tile"]
+    assert computed == [True, False]  # with the old log-probs, where verl logs them, but not in the update
+    assert "actor/entropy_loss" not in metrics
+
+
+def test_entropies_are_computed_only_if_verl_requests_them(tmp_path: Path) -> None:
+    run_ranks(unrequested_main, 1, tmp_path)
+
+
 def two_ranks_main(rank: int, folder: Path) -> None:
     start()
     from verl.utils import tensordict_utils as tu

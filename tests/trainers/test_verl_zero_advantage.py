@@ -156,7 +156,7 @@ def settings_main(rank: int, folder: Path) -> None:
     for skip, rows in ((None, 12), (False, 12)):
         metrics, _, ran = run.train(data, skip, 1)
         assert ran == rows and "gspo/rows_run" not in metrics
-    with pytest.raises(ValueError, match="skip_zero_advantage must be None or False with policy_loss.loss_mode=geo_me"):
+    with pytest.raises(ValueError, match=r"skip_zero_advantage must be None or False with .*geo_mean"):
         run.train(data, True, 1)
     run.worker.set_loss_fn(loss_of())
     assert run.train(data, True, 1)[2] == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterable
@@ -206,8 +207,13 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def whole(values: Iterable[Any]) -> Tensor:
-    """Join tensors, which FSDP2 may have sharded."""
-    return torch.cat([(x.full_tensor() if hasattr(x, "full_tensor") else x).detach().flatten() for x in values])
+    """Join tensors, which FSDP2 or ZeRO-3 may have sharded."""
+    full = []
+    for x in values:
+        if hasattr(x, "ds_id"):
+            x = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param(x)
+        full.append((x.full_tensor() if isinstance(x, DTensor) else x).detach().flatten())
+    return torch.cat(full)
 
 
 def updates(trainer: Any, ours: bool) -> dict[str, Any]:
@@ -217,7 +223,8 @@ def updates(trainer: Any, ours: bool) -> dict[str, Any]:
 
     class Record(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
-            gradients.append(whole(p.grad for p in model.parameters()))
+            if all(p.grad is not None for p in model.parameters()):  # ZeRO-3 has taken its step, and deleted them
+                gradients.append(whole(p.grad for p in model.parameters()))
 
     def record(embeddings: Any, inputs: tuple[Tensor]) -> None:
         if torch.is_grad_enabled():
@@ -233,8 +240,9 @@ def updates(trainer: Any, ours: bool) -> dict[str, Any]:
     return {"gradients": gradients, "logs": logs, "rows": micro, "weights": whole(trainer.model.parameters())}
 
 
-def same_updates(ours: dict[str, Any], stock: dict[str, Any]) -> None:
-    assert stock["rows"] == [[4, 4, 4, 4]] * 4 and len(ours["gradients"]) == len(stock["gradients"]) == 4
+def same_updates(ours: dict[str, Any], stock: dict[str, Any], has_gradients: bool = True) -> None:
+    assert stock["rows"] == [[4, 4, 4, 4]] * 4
+    assert len(stock["logs"]) == 4 and len(stock["gradients"]) == (4 if has_gradients else 0)
     for a, b in zip(ours["gradients"], stock["gradients"], strict=True):
         assert b.norm() > 0 and (a - b).norm() <= MODEL_GRADIENT_RELATIVE[b.dtype] * b.norm()
     for a, b in zip(ours["logs"], stock["logs"], strict=True):
@@ -264,27 +272,49 @@ def shard(trainer: Any) -> None:
 RANK_DEAD = (((0,), (2,)), ((0, 1, 3), (0, 1, 2, 3)))  # for each rollout. In the second, all answers of rank 1 are dead
 
 
-def rank_main(rank: int, folder: Path) -> None:
-    runs: dict[str, list[Any]] = {"ddp": [], "fsdp2": []}
+# As in test_zero3.py, every parameter is partitioned.
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
+}
+
+
+def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
+    runs: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    options: dict[str, Any] = {**FOUR_MICRO_BATCHES, "model": str(folder / "model")}
+    if "zero3" in kinds:
+        importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles C++
+        options["deepspeed"] = ZERO3
     for kind, of_kind in runs.items():
         for ours in (False, True):
-            reward = DeadGroups(*RANK_DEAD[rank])
-            trainer = trainer_of(folder / str(rank), reward, model=str(folder / "model"), **FOUR_MICRO_BATCHES)
+            trainer = trainer_of(folder / str(rank), DeadGroups(*RANK_DEAD[rank]), **options)
             if kind == "fsdp2":
                 shard(trainer)
             of_kind.append(updates(trainer, ours))
-            assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == (kind == "fsdp2")
+            parameters = list(trainer.model.parameters())
+            assert any(isinstance(p, DTensor) for p in parameters) == (kind == "fsdp2")
+            assert any(hasattr(p, "ds_id") for p in parameters) == (kind == "zero3")
     torch.save(runs, folder / f"{rank}.pt")
 
 
 @pytest.mark.slow
-def test_live_answers_share_micro_batches_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [("ddp", "fsdp2"), ("zero3",)], ids="-".join)
+def test_live_answers_share_micro_batches_on_every_rank(
+    kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "zero3" in kinds:
+        pytest.importorskip("deepspeed")
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     checkpoint(tmp_path / "model")
-    run_ranks(rank_main, 2, tmp_path, deadline=480.0)
+    run_ranks(rank_main, 2, tmp_path, kinds, deadline=480.0)
     for rank, rows in enumerate(([[1, 4, 4, 4]] * 4, [[1, 1, 1, 4]] * 2 + [[1, 1, 1, 1]] * 2)):
         for kind, (stock, ours) in torch.load(tmp_path / f"{rank}.pt").items():
             assert ours["rows"] == rows, kind
-            same_updates(ours, stock)
+            same_updates(ours, stock, has_gradients=kind != "zero3")
 
 
 def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(

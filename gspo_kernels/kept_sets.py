@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .validation import Checks, Unquoted, positive
+from .validation import INDEX_DTYPES, Checks, Unquoted, positive
 
 EMPTY = ("error", "vocabulary")
 ORDERS = ("vllm", "transformers")
@@ -211,7 +211,7 @@ class KeptSets(NamedTuple):
 
 def check_integers(check: Checks, name: str, x: Any, shape: str, dimensions: tuple[int, ...]) -> None:
     """Check that `x` is a tensor of integers with one of these numbers of dimensions."""
-    integers = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64)
+    integers = isinstance(x, Tensor) and x.dtype in INDEX_DTYPES
     if not integers or x.ndim not in dimensions:
         got = x if integers else Unquoted(f"a {getattr(x, 'dtype', type(x).__name__)}")
         check.fail(name, f"a tensor {shape} of int32 or int64", got, TypeError)

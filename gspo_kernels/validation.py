@@ -29,6 +29,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
 WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INDEX_DTYPES = (torch.int32, torch.int64)
 # A message, or a function that returns it: under torch.compile, sizes may be symbols that only a failing check prints.
 Text = str | Callable[[], str]
 # In bf16, a logit minus its log-sum-exp may be rounded to +0.25 if both are near 128.
@@ -253,8 +254,8 @@ class TensorChecks(Checks):
 
     def offsets(self, cu_seqlens: Any, rows: int, device: torch.device) -> None:
         """Check offsets [S + 1] of sequences in `rows` rows."""
-        dtypes = (torch.int32, torch.int64)
-        self.tensor("cu_seqlens", cu_seqlens, dtypes=dtypes, shapes=[(None,)], shape_text="[S + 1]", device=device)
+        dtypes, text = INDEX_DTYPES, "[S + 1]"
+        self.tensor("cu_seqlens", cu_seqlens, dtypes=dtypes, shapes=[(None,)], shape_text=text, device=device)
         if cu_seqlens.shape[0] < (2 if rows else 1):
             self.fail("cu_seqlens", lambda: f"[S + 1] values, starting with 0 and ending at N = {rows}", cu_seqlens)
 

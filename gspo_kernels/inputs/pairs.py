@@ -9,9 +9,7 @@ from ..backends.rows import ExtraRows, HeadRows, KeptRows, Pairs
 from ..kept_sets import EMPTY, KeptSets
 from ..layout import segment_sum, sequence_of_row
 from ..ranks.shards import columns_of_all_ranks, first_column
-from ..validation import TensorChecks, Unquoted
-
-INTEGERS = (torch.int32, torch.int64)
+from ..validation import INDEX_DTYPES, TensorChecks, Unquoted
 
 
 def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head: HeadRows) -> KeptRows:
@@ -21,9 +19,9 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
     ids, offsets, mask = kept_sets.ids, kept_sets.offsets, head.mask
     rows, device = mask.shape[0], mask.device
     check.choice("kept_sets.empty", kept_sets.empty, EMPTY)
-    check.tensor("kept_sets.ids", ids, dtypes=INTEGERS, shapes=[(None,)], shape_text="[K]", device=device)
-    text = f"[N + 1] = [{rows + 1}], one more than there are tokens"
-    check.tensor("kept_sets.offsets", offsets, dtypes=INTEGERS, shapes=[(rows + 1,)], shape_text=text, device=device)
+    check.tensor("kept_sets.ids", ids, dtypes=INDEX_DTYPES, shapes=[(None,)], shape_text="[K]", device=device)
+    shapes, text = [(rows + 1,)], f"[N + 1] = [{rows + 1}], one more than there are tokens"
+    check.tensor("kept_sets.offsets", offsets, dtypes=INDEX_DTYPES, shapes=shapes, shape_text=text, device=device)
     count = ids.shape[0]
     wrong = offsets[1:] < offsets[:-1]
     check.flag("kept_sets.offsets", wrong, "non-decreasing", lambda: offsets[1:][wrong][:5].tolist())
@@ -58,6 +56,7 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
     check.flag(
         "kept_sets", absent, "sets that contain the target id where mask is true", lambda: _tokens(absent, "without it")
     )
+    invalid = absent
     full = mask & (sizes == 0) if kept_sets.empty == "vocabulary" else None
     if full is None:
         empty = mask & (sizes == 0)
@@ -67,12 +66,12 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
             "sets with at least one id where mask is true, or KeptSets(..., empty='vocabulary')",
             lambda: _tokens(empty, "with an empty set"),
         )
-        absent = absent | empty
+        invalid = invalid | empty
     if rows:
-        absent = absent | (segment_sum(outside.float(), offsets) > 0) | (mask & ((repeats > 0) | bad_offsets))
+        invalid = invalid | (segment_sum(outside.float(), offsets) > 0) | (mask & ((repeats > 0) | bad_offsets))
     computed = mask & (sizes > 1)
     pairs = Pairs(offsets, of_row, ids - first, computed[of_row] if rows else unmasked)
-    return KeptRows(pairs, is_target, computed, mask & (sizes == 1), full, absent)
+    return KeptRows(pairs, is_target, computed, mask & (sizes == 1), full, invalid)
 
 
 def extra_pairs(check: TensorChecks, extra_ids: Tensor, target_ids: Tensor, head: HeadRows) -> ExtraRows:
@@ -80,7 +79,7 @@ def extra_pairs(check: TensorChecks, extra_ids: Tensor, target_ids: Tensor, head
     shape = tuple(target_ids.shape)
     text = f"{[*shape, 'k']}, k ids per token".replace("'", "")
     shapes, device = [(*shape, None)], target_ids.device
-    check.tensor("extra_ids", extra_ids, dtypes=INTEGERS, shapes=shapes, shape_text=text, device=device)
+    check.tensor("extra_ids", extra_ids, dtypes=INDEX_DTYPES, shapes=shapes, shape_text=text, device=device)
     ids = extra_ids.flatten(0, -2).long()
     columns = columns_of_all_ranks(head.shard, head.vocab_size)
     first = first_column(head.shard)

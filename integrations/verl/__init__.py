@@ -7,9 +7,10 @@
 
 With the environment variable set, you may omit external_lib: verl finds the engine by the package's entry point.
 
-The engine is verl's FSDP engine with one difference. At the model's head, `linear_log_probs` computes the log-probs of
+The engine is verl's FSDP engine with two differences. At the model's head, `linear_log_probs` computes the log-probs of
 the responses, and the entropies on request, without making logits. New, old and reference log-probs all come from this
-one kernel. verl's policy losses, KL terms and metrics do not change.
+one kernel. And answers with advantage 0 do not run in updates, wherever gradients stay the same. verl's policy losses
+and KL terms do not change.
 
 The policy loss is GSPO's token form (`Objective(ratio="sequence-token")`) in one operator. Unlike verl's `gspo`, it
 does not clamp the log-ratio, and ignores values where the mask is 0, even NaN. To use it with one of verl's own

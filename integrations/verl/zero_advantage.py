@@ -26,7 +26,10 @@ _CLIP_FRACTIONS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
 def inexact_setting(data: Any, loss_function: Any) -> str | None:
-    """Name a setting of an update that makes its gradients or metrics depend on answers with advantage 0."""
+    """Name a setting of an update that makes its gradients or metrics depend on answers with advantage 0.
+
+    The result must be the same on all ranks, because `LiveBatch` communicates.
+    """
     config = actor_config(loss_function)
     if getattr(loss_function, "func", None) is not ppo_loss or config is None:
         return "a loss other than verl's ppo_loss"
@@ -44,13 +47,14 @@ def inexact_setting(data: Any, loss_function: Any) -> str | None:
         "return_model_output=True": tu.get_non_tensor_data(data, "return_model_output", False),
         "no global_batch_size": tu.get_non_tensor_data(data, "global_batch_size", None) is None,
         f"force_group_size={group_size}": group_size != 1,
-        "images": "multi_modal_inputs" in data,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def interaction_of_rows(model: nn.Module) -> str | None:
     """Name a part of the model that makes the gradients of an answer depend on the other answers of its micro-batch."""
+    if any(hasattr(getattr(model, "config", None), name) for name in ("vision_config", "audio_config")):
+        return "a model of images or audio"  # without any, the weights of its tower have no gradient
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"dropout={module.p} in {name}"

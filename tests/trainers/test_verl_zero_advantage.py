@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,7 +169,7 @@ def test_settings_where_skipping_is_not_exact_switch_it_off_or_raise(tmp_path: P
     run_ranks(settings_main, 1, tmp_path)
 
 
-def test_every_inexact_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_inexact_setting_is_named() -> None:
     from verl.utils import tensordict_utils as tu
 
     from gspo_kernels.integrations.verl.zero_advantage import inexact_setting
@@ -209,4 +210,7 @@ def test_parts_of_a_model_in_which_answers_interact_are_named() -> None:
     assert interaction_of_rows(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), Attention(0.0))) is None
     assert interaction_of_rows(nn.Sequential(nn.Dropout(0.1))) == "dropout=0.1 in 0"
     assert interaction_of_rows(nn.Sequential(Attention(0.2))) == "attention_dropout=0.2 in 0"
+    model: Any = nn.Sequential()
+    model.config = SimpleNamespace(vision_config={})
+    assert interaction_of_rows(model) == "a model of images or audio"
     assert interaction_of_rows(nn.Sequential(nn.BatchNorm1d(2))) == "batch normalization in 0"

@@ -79,7 +79,7 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 	build/trl-0.29.1/bin/$(PYTEST) tests/trainers/test_trl*.py
 	build/verl/bin/$(PYTEST) tests/trainers/test_verl_main_ppo.py tests/trainers/test_verl_*.py
 	build/verl/bin/$(PYTEST) tests/faults/test_faults.py -k verl
-	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
+	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py tests/trainers/test_trl_zero_advantage.py -k zero3
 	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_checkouts.py
 	build/megatron/bin/python -m pytest tests/trainers/test_examples.py -k megatron
 	build/swift/bin/$(PYTEST) tests/trainers/test_ms_swift.py
@@ -87,7 +87,7 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 
 build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
 build/verl/ready: NEEDS = '.[test,verl]' megatron-core==0.16.1 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
-build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
+build/zero3/ready: NEEDS = '.[test,trl]' peft deepspeed==0.19.8
 build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1 && $(UV) pip install -q -p $(@D) --no-deps skyrl==0.3.0
 build/swift/ready: NEEDS = '.[test]' ms-swift==4.6.0 msgspec
 # OpenRLHF has wheels for Python 3.10 to 3.12 only.

@@ -1,7 +1,8 @@
 """verl 0.9.1's `main_ppo` from end to end on a CPU: Ray, agent loop, reward, FSDP2 actor, weight sync.
 
 The script in examples/ trains with our engine and loss, and verl's own `gspo` trains on the same rollouts. Metrics must
-agree. `make test-trainers` runs this in verl's environment. Elsewhere it is skipped.
+agree. So must those of two runs with our engine, in one of which answers with advantage 0 do not run. `make
+test-trainers` runs this in verl's environment. Elsewhere it is skipped.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from helpers.readme import WITH_VERL
 from tolerance import SHARE_ABSOLUTE
 
 pytest.importorskip("verl")
+import pandas
 
 SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **options):
     # Answers to a prompt differ. If all were equal, advantages would be rounding, and so would their clip decisions.
     return sum(map(str.__eq__, solution_str, ground_truth)) / len(ground_truth) + sum(map(ord, solution_str)) % 97 / 97
+"""
+# A group with an odd answer teaches nothing.
+SCORE_OF_EVEN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **options):
+    return 1.0 if int(ground_truth) % 2 else sum(map(ord, solution_str)) % 97 / 97
 """
 STOCK = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
 WINDOW = [
@@ -109,15 +116,20 @@ def metrics_of(command: list[str], folder: Path, variables: dict[str, str]) -> l
     return [{name: float(x) for name, x in pairs} for pairs in numbers]
 
 
+def save_inputs(folder: Path, score: str) -> None:
+    """Save a model, a toy data set and a reward function to `folder`."""
+    chat_model.save(folder / "model")
+    (folder / "score.py").write_text(score)
+    data = [sys.executable, str(EXAMPLES / "verl_data.py"), "--output", str(folder / "toy"), "--toy"]
+    subprocess.run(data, check=True, env=os.environ | {"HF_HOME": str(folder / "cache")})
+
+
 def test_main_ppo_trains_by_the_example_as_with_verls_gspo(tmp_path: Path) -> None:
     """The example is written for GPUs and GSM8K. Variables and arguments replace its model, its data and the GPUs."""
     example = EXAMPLES / "verl_gspo.sh"
     for lines in (WITH_VERL, pages.VERL_LINES):
         assert set(lines.split()) - {"\\"} <= set(example.read_text().split())  # the documented settings are in force
-    chat_model.save(tmp_path / "model")
-    (tmp_path / "score.py").write_text(SCORE)
-    data = [sys.executable, str(EXAMPLES / "verl_data.py"), "--output", str(tmp_path / "toy"), "--toy"]
-    subprocess.run(data, check=True, env=os.environ | {"HF_HOME": str(tmp_path / "cache")})
+    save_inputs(tmp_path, SCORE)
     variables = {
         "MODEL": str(tmp_path / "model"),
         "DATA": str(tmp_path / "toy"),
@@ -143,3 +155,29 @@ def test_main_ppo_trains_by_the_example_as_with_verls_gspo(tmp_path: Path) -> No
         assert a["actor/pg_clipfrac"] > 0.1 and a["actor/gspo/passes"] > 1
         assert a["critic/rewards/mean"] > 0 and a["actor/grad_norm"] > 0
         assert a["training/global_step"] == step + 1
+
+
+def test_main_ppo_trains_as_before_if_answers_with_advantage_0_do_not_run(tmp_path: Path) -> None:
+    save_inputs(tmp_path, SCORE_OF_EVEN)
+    changed = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": "4", f"{ACTOR}.calculate_entropy": "false"}
+    common = [line for line in settings(tmp_path) if line.partition("=")[0] not in changed]
+    common += [*WINDOW, *(f"{name}={value}" for name, value in changed.items())]
+    common += [f"{MODEL}.external_lib=gspo_kernels.integrations.verl", f"{ACTOR}.policy_loss.loss_mode=gspo_kernels"]
+    off = f"+{MODEL}.fused_kernel_options.skip_zero_advantage=false"
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *common]
+    with ThreadPoolExecutor(2) as pool:
+        skips, runs_all = pool.map(
+            metrics_of, [command, [*command, off]], [tmp_path] * 2, [{"VERL_ENGINE_VENDOR": "gspo"}] * 2
+        )
+    problems = pandas.read_parquet(tmp_path / "toy" / "train.parquet")["reward_model"]
+    even = [int(problem["ground_truth"]) % 2 == 0 for problem in problems]
+    assert len(skips) == len(runs_all) == 2
+    for step in range(2):
+        a, b = skips[step], runs_all[step]
+        live = even[16 * step : 16 * step + 16]
+        assert 0 < sum(live) < 16
+        assert a["actor/gspo/rows_run"] == sum(live) / 16 and "actor/gspo/rows_run" not in b
+        for name in ("actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean"):
+            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
+        assert a["actor/pg_clipfrac"] == pytest.approx(b["actor/pg_clipfrac"], abs=SHARE_ABSOLUTE)
+        assert a["actor/grad_norm"] > 0 and a["actor/pg_clipfrac"] > 0

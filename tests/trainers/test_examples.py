@@ -158,6 +158,12 @@ def test_the_reward_of_gsm8k() -> None:
 
 
 @needs_trl
+def test_tools_in_trl(tmp_path: Path) -> None:
+    output = run(tmp_path, "trl_tools.py", "--steps", 100)
+    assert rise(output, "mean reward") > 0.1 and rise(output, "mean tools/call_frequency") > 0.1
+
+
+@needs_trl
 def test_custom_reward_in_trl(tmp_path: Path) -> None:
     output = run(tmp_path, "custom_reward.py", "--steps", 60)
     assert rise(output, "right") > 0.05 and "brief: " in output

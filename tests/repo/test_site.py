@@ -21,6 +21,7 @@ SEARCHES = {  # the section that the search shows first
     "licence": "index.html",
     "license": "index.html#license",
     "merge": "trainer.html#take-the-model-away",
+    "tools": "trainers/trl.html#tools-and-multi-turn-answers",
     "out of memory": "guides/troubleshooting.html#out-of-memory",
 }
 NOT_DOCUMENTED = {"gspo_kernels.integrations.tasks.TASKS"}  # neither a function nor a class

@@ -73,9 +73,9 @@ def rise(output: str, name: str = "mean reward", place: str = " .* updates") -> 
 
 
 @needs_trl
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
-def test_accelerate_launches_the_trl_example_on_two_processes(config: str, tmp_path: Path) -> None:
-    path = EXAMPLES / "accelerate" / f"{config}.yaml"
+def test_accelerate_launches_the_trl_example_on_two_processes(tmp_path: Path) -> None:
+    """Accelerate does not shard on CPUs, so with fsdp2.yaml this would run the same. See test_trl_zero_advantage.py."""
+    path = EXAMPLES / "accelerate" / "ddp.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path]
     output = output_of(tmp_path, [*launch, EXAMPLES / "trl_gspo.py", "--steps", 60])
     assert rise(output) > 0.05  # rank 0 prints it once

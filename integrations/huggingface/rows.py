@@ -17,6 +17,20 @@ def live_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     return (mask != 0) & (advantages[:, None] if advantages.ndim == 1 else advantages).ne(0)
 
 
+def interaction_of_rows(model: nn.Module) -> str | None:
+    """Name a part of the model that makes the gradients of a row depend on the rows that run with it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"dropout={module.p} in {name}"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"batch normalization in {name}"
+        for key, value in vars(module).items():  # such as Qwen2Attention.attention_dropout and Mixtral's jitter_noise
+            is_rate = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_rate and value > 0 and ("drop" in key or "jitter" in key):
+                return f"{key}={value} in {name}"
+    return separate_experts(model)
+
+
 def separate_experts(model: nn.Module) -> str | None:
     """Name a layer whose experts are separate modules.
 

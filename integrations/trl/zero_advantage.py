@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import ProcessorMixin
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -24,7 +24,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from gspo_kernels.validation import Checks
 
-from ..huggingface.rows import live_tokens, rope_of_longest_row, separate_experts
+from ..huggingface.rows import interaction_of_rows, live_tokens, rope_of_longest_row
 from .config import LOSS_TYPES, METHOD
 from .logs import method_before, replace_method
 
@@ -60,7 +60,7 @@ def skipping(place: str, trainer: Any, requested: bool | None) -> Skipping:
     wanted = getattr(trainer.args, "skip_zero_advantage", None) if requested is None else requested
     if wanted is not None:
         check.boolean("skip_zero_advantage", wanted)
-    reason = _inexact_setting(trainer) or _interaction_of_rows(trainer.model)
+    reason = _inexact_setting(trainer) or interaction_of_rows(trainer.model)
     if wanted and reason:
         check.fail("skip_zero_advantage", f"None or False with {reason}, where skipping would not be exact", True)
     if reason or wanted is False:
@@ -88,24 +88,6 @@ def _inexact_setting(trainer: Any) -> str | None:
         "a processor of images": isinstance(trainer.processing_class, ProcessorMixin),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _interaction_of_rows(model: nn.Module) -> str | None:
-    """Name a part of the model that makes the gradients of a row depend on the rows that run with it."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"dropout={module.p} in {name}"
-        for key, value in vars(module).items():  # such as Qwen2Attention.attention_dropout and Mixtral's jitter_noise
-            if (
-                ("drop" in key or "jitter" in key)
-                and isinstance(value, int | float)
-                and value > 0
-                and value is not True
-            ):
-                return f"{key}={value} in {name}"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return f"batch normalization in {name}"
-    return separate_experts(model)
 
 
 def _dependence_on_length(trainer: Any) -> str | None:

@@ -23,7 +23,7 @@ from .config import (
     requested_skip,
     warn_of_settings_that_never_clip,
 )
-from .zero_advantage import LiveBatch, inexact_setting, interaction_of_rows
+from .zero_advantage import LiveBatch, inexact_model, inexact_setting
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
@@ -53,14 +53,14 @@ class GSPOEngine(FSDPEngineWithLMHead):
     _settings = BackwardSettings()
     _entropy_is_only_logged = False
     _skip: bool | None = None  # skip_zero_advantage
-    _interaction: str | None = None  # a part of the model that forbids skipping
+    _inexact_model: str | None = None  # a part of the model that forbids skipping
     _printed = ""
 
     def _build_fsdp_module(self, module: Any) -> Any:
         self._backwards = BackwardMetrics()
         self._settings = backward_settings(self.model_config)
         self._skip = requested_skip(self.model_config)
-        self._interaction = "quantization-aware training" if self._qat_enabled else interaction_of_rows(module)
+        self._inexact_model = "quantization-aware training" if self._qat_enabled else inexact_model(module)
         if self.model_config.use_fused_kernels:
             Checks("GSPOEngine").fail("model.use_fused_kernels", "False (it selects verl's own fused log-probs)", True)
         module = super()._build_fsdp_module(module)
@@ -95,7 +95,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         """Decide whether answers with advantage 0 run in an update. Print the decision whenever it changes."""
         if "advantages" not in data:  # SFT
             return False
-        reason = self._interaction or inexact_setting(data, loss_function)
+        reason = self._inexact_model or inexact_setting(data, loss_function)
         if self._skip and reason:
             expected = f"None or False with {reason}, where skipping would not be exact"
             Checks(OPTIONS).fail("skip_zero_advantage", expected, True)

@@ -16,7 +16,7 @@ from verl.utils.device import get_device_id  # pyright: ignore[reportMissingImpo
 from verl.utils.metric import Metric  # pyright: ignore[reportMissingImports]
 from verl.workers.utils.losses import ppo_loss  # pyright: ignore[reportMissingImports]
 
-from ..huggingface.rows import live_tokens, rope_of_longest_row, separate_experts
+from ..huggingface.rows import interaction_of_rows, live_tokens, rope_of_longest_row
 from .config import LOSS_MODE, actor_config
 
 # Policy losses in which tokens with advantage 0 have no gradient and never count as clipped. In verl's other losses,
@@ -51,20 +51,11 @@ def inexact_setting(data: Any, loss_function: Any) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def interaction_of_rows(model: nn.Module) -> str | None:
+def inexact_model(model: nn.Module) -> str | None:
     """Name a part of the model that makes the gradients of an answer depend on the other answers of its micro-batch."""
     if any(hasattr(getattr(model, "config", None), name) for name in ("vision_config", "audio_config")):
         return "a model of images or audio"  # without any, the weights of its tower have no gradient
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"dropout={module.p} in {name}"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return f"batch normalization in {name}"
-        for key, value in vars(module).items():  # such as Qwen2Attention.attention_dropout and Mixtral's jitter_noise
-            is_rate = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_rate and value > 0 and ("drop" in key or "jitter" in key):
-                return f"{key}={value} in {name}"
-    return separate_experts(model) or rope_of_longest_row(model)
+    return interaction_of_rows(model) or rope_of_longest_row(model)
 
 
 def live_rows(data: Any) -> Tensor:

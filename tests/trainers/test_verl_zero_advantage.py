@@ -197,7 +197,7 @@ def test_every_inexact_setting_is_named() -> None:
 
 
 def test_parts_of_a_model_in_which_answers_interact_are_named() -> None:
-    from gspo_kernels.integrations.verl.zero_advantage import interaction_of_rows
+    from gspo_kernels.integrations.verl.zero_advantage import inexact_model
 
     class Attention(nn.Module):
         attention_dropout = 0.1
@@ -207,10 +207,10 @@ def test_parts_of_a_model_in_which_answers_interact_are_named() -> None:
             self.attention_dropout = rate
             self.drops_padding = True
 
-    assert interaction_of_rows(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), Attention(0.0))) is None
-    assert interaction_of_rows(nn.Sequential(nn.Dropout(0.1))) == "dropout=0.1 in 0"
-    assert interaction_of_rows(nn.Sequential(Attention(0.2))) == "attention_dropout=0.2 in 0"
+    assert inexact_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), Attention(0.0))) is None
+    assert inexact_model(nn.Sequential(nn.Dropout(0.1))) == "dropout=0.1 in 0"
+    assert inexact_model(nn.Sequential(Attention(0.2))) == "attention_dropout=0.2 in 0"
     model: Any = nn.Sequential()
     model.config = SimpleNamespace(vision_config={})
-    assert interaction_of_rows(model) == "a model of images or audio"
-    assert interaction_of_rows(nn.Sequential(nn.BatchNorm1d(2))) == "batch normalization in 0"
+    assert inexact_model(model) == "a model of images or audio"
+    assert inexact_model(nn.Sequential(nn.BatchNorm1d(2))) == "batch normalization in 0"

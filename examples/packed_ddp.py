@@ -130,6 +130,7 @@ def main():
     if options.model:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(options.model)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     else:
         tiny = demo_policy()
         model, tokenizer = tiny.model, tiny.tokenizer
@@ -167,6 +168,7 @@ def main():
                 f"KL {metrics['kl']:.3f}, gradient norm {norm:.2f}",
                 flush=True,
             )
+    dist.barrier()  # gloo must have released the tensors of the collective before, or its threads may hang at the end
     dist.destroy_process_group()
 
 

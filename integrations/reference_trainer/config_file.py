@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -103,7 +104,7 @@ TRL_NAMES = {
     "warmup_steps": "warmup_updates",
 }
 ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay", "warmup_steps": "warmup_updates"}
-ROLL_SAMPLING = ("top_k", "top_p")  # of actor_infer.generating_args; ROLL's top_k of -1 means all, as 0 does here
+ROLL_SAMPLING = {"top_k": 50, "top_p": 0.7}  # of actor_infer.generating_args, with ROLL's defaults
 
 
 def train_config(**options: Any) -> TrainConfig:
@@ -195,22 +196,40 @@ def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     if beside:
         raise InputError(f"from_roll: expected none of the settings that this trainer does not support, got {beside}")
     options = {ours: settings[name] for name, ours in ROLL_NAMES.items() if settings.get(name) is not None}
-    training = (settings.get("actor_train") or {}).get("training_args") or {}
+    training = roll_section(settings, "actor_train", "training_args")
     options |= {ours: training[name] for name, ours in ROLL_TRAINING.items() if training.get(name) is not None}
-    sampling = (settings.get("actor_infer") or {}).get("generating_args") or {}
-    options |= {name: sampling[name] for name in ROLL_SAMPLING if sampling.get(name) not in (None, -1)}
+    sampling = roll_section(settings, "actor_infer", "generating_args")
+    if sampling:
+        options |= {name: sampling.get(name, default) for name, default in ROLL_SAMPLING.items()}
+        if options["top_k"] == -1:  # all, in vLLM
+            options["top_k"] = 0
     if settings.get("seed") is not None:
         options["seeds"] = (settings["seed"],)
     group = int(options.get("group_size", 1))
     if "per_device_train_batch_size" in training and "prompts_per_step" in options:
-        rows = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
-        options["updates_per_rollout"] = max(1, int(options["prompts_per_step"]) * group // rows)
+        sizes = [training["per_device_train_batch_size"], training.get("gradient_accumulation_steps", 1)]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            names = "per_device_train_batch_size and gradient_accumulation_steps"
+            raise InputError(f"actor_train.training_args: expected positive integers for {names}, got {sizes}")
+        options["updates_per_rollout"] = max(1, int(options["prompts_per_step"]) * group // math.prod(sizes))
     return options | {
         "objective": reading.objective,
         "advantages": reading.advantages,
         "temperature": reading.temperature,
         "normalizer": reading.normalizer,
     }
+
+
+def roll_section(settings: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Return a nested section of ROLL's settings, empty if it is missing. Raise an InputError if it is no mapping."""
+    section: Any = settings
+    for i, name in enumerate(names):
+        section = section.get(name)
+        if section is None:
+            return {}
+        if not isinstance(section, Mapping):
+            raise InputError(f"{'.'.join(names[: i + 1])}: expected keys and values, got {section!r}")
+    return section
 
 
 def converted(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def restore_trainer(trainer: Trainer) -> Trainer:
     if ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in models):
         check.fail("trainer", "of a model without an adapter on its head", Unquoted("one, which TRL would ignore"))
     restore_methods(trainer, check)
-    vars(trainer)[_LIVE].forget_rollout()
+    vars(trainer)[_LIVE].leave()
     for name in (_SETTINGS, _LIVE, _MODELS):
         delattr(trainer, name)
     for base in models:

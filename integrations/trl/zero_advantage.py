@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
@@ -123,18 +123,26 @@ def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
     return live.any(1)
 
 
-def live_rows_last(batches: list[Any], per_update: int, loss_type: str) -> list[Any]:
-    """Move the live rows of every `per_update` batches to the last of these batches.
+def live_rows_last(batches: list[Any], per_update: int, loss_type: str) -> list[Tensor]:
+    """Return an order of rows for every `per_update` batches, which moves the live rows to the last of these batches.
 
-    Their order stays the same, and so does the number of rows of a batch. Last is better than first: ranks exchange
-    gradients during the backward of the last micro-batch, which hides more of it if the micro-batch is large.
+    Otherwise rows stay in their order. Last is better than first: ranks exchange gradients during the backward of the
+    last micro-batch, which hides more of it if the micro-batch is large.
     """
+    live = [live_rows(batch, loss_type) for batch in batches]
+    groups = [live[first : first + per_update] for first in range(0, len(live), per_update)]
+    return [torch.cat(group).int().argsort(stable=True) for group in groups]
+
+
+def in_order(batches: list[Any], orders: list[Tensor]) -> list[Any]:
+    """Put the rows of every len(batches) / len(orders) batches in an order. Batches keep their numbers of rows."""
+    size = len(batches) // len(orders)
     moved = []
-    for first in range(0, len(batches), per_update):
-        group = batches[first : first + per_update]
-        order = torch.cat([live_rows(batch, loss_type) for batch in group]).int().argsort(stable=True)
-        joined = {name: _rows([batch[name] for batch in group], order) for name in group[0]}
-        moved += split_tensor_dict(joined, len(group))
+    for i, order in enumerate(orders):
+        group = batches[i * size : (i + 1) * size]
+        # Before the first optimizer step of a rollout, only some batches may have old log-probs. They are recomputed.
+        names = [name for name in group[0] if all(name in batch for batch in group)]
+        moved += split_tensor_dict({name: _rows([batch[name] for batch in group], order) for name in names}, size)
     return moved
 
 
@@ -146,6 +154,17 @@ def _rows(values: list[Any], order: Tensor) -> Any:
         return torch.cat(values)[order]
     rows = [row for value in values for row in value]
     return [rows[i] for i in order.tolist()]
+
+
+class _FirstMicroBatch(TrainerCallback):
+    """Records TRL's number of the micro-batch with which the present optimizer step began."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.number = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.number = self.trainer._step
 
 
 class LiveAnswers:
@@ -166,6 +185,9 @@ class LiveAnswers:
         self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch
         self._is_rollout = False  # the next log-probs are those of a rollout, which are computed later
         self._is_deferred = False  # the old log-probs of this rollout are computed later
+        self._orders: list[Tensor] = []  # in which the rows of this rollout were put
+        self._first = _FirstMicroBatch(trainer)
+        trainer.add_callback(self._first)
         self._replaced: dict[str, Any] = {}
         for name, ours in {
             _COMPUTE_LOSS: self._compute_loss,
@@ -250,6 +272,8 @@ class LiveAnswers:
                 del metrics["entropy"]
 
     def _generate(self, inputs: Any) -> dict[str, Any]:
+        if not self.trainer.model.training:
+            return self._replaced[_GENERATE](inputs)
         self._is_deferred = False
         self._is_rollout = self._skips() and self._can_defer()
         try:
@@ -269,20 +293,41 @@ class LiveAnswers:
         return is_trls and not is_aligned and not needs_all
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
         previous = trainer._buffered_inputs
         inputs = self._replaced[_PREPARE](generation_batch)
-        if trainer._buffered_inputs is not previous and self.skipping.moves and self._skips():
-            # Optimizer steps end after multiples of gradient_accumulation_steps and at the end of an epoch, where a
-            # rollout ends, too. So rows stay in their step.
-            per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-            trainer._buffered_inputs = live_rows_last(trainer._buffered_inputs, per_update, trainer.loss_type)
-            inputs = trainer._buffered_inputs[trainer._step % args.steps_per_generation]
+        if trainer.model.training:
+            if trainer._buffered_inputs is not previous:
+                self._orders = []
+                self._move_live_rows()
+            elif self._orders and not self._steps_are_aligned():
+                self._move_rows_back()
+            inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
         if self._is_deferred and trainer.model.training and trainer.accelerator.sync_gradients:
             for batch in trainer._buffered_inputs:
                 if batch is not inputs and _OLD not in batch:  # in the first optimizer step of the rollout only
                     batch[_OLD] = self._old_log_probs(batch)
         return inputs
+
+    def _move_live_rows(self) -> None:
+        """Move the live rows of a new rollout to the last batches of their optimizer steps."""
+        trainer, args = self.trainer, self.trainer.args
+        if self.skipping.moves and self._skips() and self._steps_are_aligned():
+            per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+            self._orders = live_rows_last(trainer._buffered_inputs, per_update, trainer.loss_type)
+            trainer._buffered_inputs = in_order(trainer._buffered_inputs, self._orders)
+
+    def _move_rows_back(self) -> None:
+        orders = [order.argsort() for order in self._orders]
+        self.trainer._buffered_inputs = in_order(self.trainer._buffered_inputs, orders)
+        self._orders = []
+
+    def _steps_are_aligned(self) -> bool:
+        """True if optimizer steps begin at multiples of gradient_accumulation_steps, so that rows stay in theirs.
+
+        They do not if training was interrupted within a step, or after an epoch that ended within one.
+        """
+        return self._first.number % self.trainer.args.gradient_accumulation_steps == 0
 
     def _old_log_probs(self, batch: Mapping[str, Any]) -> Tensor:
         """Compute the log-probs [B, C] of a batch with the present weights."""
@@ -291,8 +336,9 @@ class LiveAnswers:
         with torch.no_grad(), disable_gradient_checkpointing(model, checkpointing):
             return self._run_live_rows(batch, model, ids, attended)[0]
 
-    def forget_rollout(self) -> None:
-        """Make TRL generate a new rollout if the present one has no old log-probs yet."""
+    def leave(self) -> None:
+        """Remove the callback. Make TRL generate a new rollout if the present one has no old log-probs yet."""
+        self.trainer.remove_callback(self._first)
         buffered = self.trainer._buffered_inputs
         if self._is_deferred and buffered is not None and any(_OLD not in batch for batch in buffered):
             self.trainer._buffered_inputs = None

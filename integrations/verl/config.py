@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,18 +13,31 @@ from gspo_kernels.validation import Checks, Unquoted, warn_once
 from ..backwards import BackwardSettings
 
 OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
+SKIP = "skip_zero_advantage"
+KEYS = (*BackwardSettings._fields, SKIP, "impl_backend")  # impl_backend: of verl's own fused kernels
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high
 NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
 
 
+def _options(model_config: Any) -> Mapping[str, Any]:
+    """Read model.fused_kernel_options, a dict that verl passes on and reads only with its own fused kernels."""
+    options = {} if model_config.fused_kernel_options is None else model_config.fused_kernel_options
+    check = Checks("GSPOEngine")
+    if not isinstance(options, Mapping):
+        check.fail(OPTIONS, "a dict or null", options, TypeError)
+    if unknown := [name for name in options if name not in KEYS]:
+        check.fail(OPTIONS, f"a dict with no keys but {', '.join(KEYS)}", unknown)
+    return options
+
+
 def backward_settings(model_config: Any) -> BackwardSettings:
-    """Read model.fused_kernel_options, a dict that verl passes on and reads only with its own fused kernels.
+    """Read `gradient_budget` and `cache_mib` from model.fused_kernel_options.
 
     Raises:
-        ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
+        ValueError, TypeError: one of them is invalid, or the options have an unknown key.
     """
-    options = model_config.fused_kernel_options or {}
+    options = _options(model_config)
     settings = BackwardSettings(**{name: options[name] for name in BackwardSettings._fields if name in options})
     settings.check(OPTIONS)
     return settings
@@ -35,9 +49,9 @@ def requested_skip(model_config: Any) -> bool | None:
     Raises:
         TypeError: it is not a bool or None.
     """
-    skip = (model_config.fused_kernel_options or {}).get("skip_zero_advantage")
+    skip = _options(model_config).get(SKIP)
     if skip is not None:
-        Checks(OPTIONS).boolean("skip_zero_advantage", skip)
+        Checks(OPTIONS).boolean(SKIP, skip)
     return skip
 
 

@@ -138,6 +138,7 @@ BOTH: dict[str, str | None] = {"torch": "9.0", "triton": "9.1"}
 WITH_TRITON = " (gspo doctor --interpret runs some with triton, without a GPU)"
 VERSIONS: list[tuple[dict[str, str | None], dict[str, str], str]] = [  # installed, checks by backend, expected verdict
     ({"peft": None}, {"torch": "ok"}, "all installed packages are the tested versions"),
+    ({"peft": "main"}, {"torch": "ok"}, "peft: 'main' is no version number, >=0.17 is required"),
     ({"torch": f"{PINS['torch']}+cpu"}, {"torch": "wrong"}, "all installed packages are the tested versions"),
     (BOTH, {"torch": "ok", "triton": "ok"}, f"{NEWER}; the checks pass"),
     (BOTH, {"torch": "ok", "triton": "wrong"}, f"{NEWER}; not all checks pass"),

@@ -80,10 +80,23 @@ def test_the_settings_of_rolls_page_are_read_and_run(tmp_path: Path) -> None:
     row = rows_of(train(read_config(file, changes)).folder)[1]
     assert row["kl"] > 0 and row["grad_norm"] > 0
     assert not config.truncation.is_on
-    for top_k, ours in ((100, 100), (-1, 0)):
-        file.write_text(f"{ROLL_PAGE}actor_infer: {{generating_args: {{top_p: 0.99, top_k: {top_k}}}}}\n")
+    for sampling, ours in (
+        ("{top_p: 0.99, top_k: 100}", (0.99, 100)),
+        ("{top_p: 1.0, top_k: -1}", (1.0, 0)),
+        ("{max_new_tokens: 32}", (0.7, 50)),  # ROLL's defaults
+    ):
+        file.write_text(f"{ROLL_PAGE}actor_infer: {{generating_args: {sampling}}}\n")
         config = read_config(file)
-        assert (config.top_p, config.top_k, config.replay_kept_sets) == (0.99, ours, True)
+        assert (config.top_p, config.top_k, config.replay_kept_sets) == (*ours, True)
+    for section, message in (
+        ("actor_infer: {generating_args: [1]}", r"actor_infer.generating_args: expected keys and values, got \[1\]"),
+        ("actor_infer: {generating_args: {top_p: -1}}", "top_p: expected a number above 0 and at most 1, got -1"),
+        ("actor_train: 3", "actor_train must be a mapping"),
+        ("actor_train: {training_args: {per_device_train_batch_size: 0}}", r"positive integers for .* got \[0, 1\]"),
+    ):
+        file.write_text(f"{ROLL_PAGE}{section}\n")
+        with pytest.raises(InputError, match=message):
+            read_config(file)
     file.write_text(ROLL_PAGE + "max_len_mask: true\n")
     with pytest.raises(InputError, match="max_len_mask"):
         read_config(file)

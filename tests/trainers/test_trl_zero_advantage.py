@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,48 @@ def test_live_answers_share_micro_batches(loss_type: str, tmp_path: Path) -> Non
     stock, ours = (updates(trainer_of(tmp_path, DeadGroups((0, 2)), **options), ours) for ours in (False, True))
     assert ours["rows"] == [[1, 1, 4, 4]] * 4
     same_updates(ours, stock)
+
+
+class AtFirstSubstep(transformers.TrainerCallback):
+    """Calls a function after the first micro-batch."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.calls = 0
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            self.function()
+
+
+def stop() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(tmp_path: Path) -> None:
+    weights = []
+    for ours in (False, True):
+        options = {"gradient_accumulation_steps": 2, "steps_per_generation": 8, "max_steps": 6, "max_grad_norm": 1e9}
+        trainer = trainer_of(tmp_path, DeadGroups((0, 2, 4, 6)), **options)
+        if ours:
+            accelerate_trainer(trainer, skip_zero_advantage=True)
+        trainer.add_callback(AtFirstSubstep(stop))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()  # optimizer steps now begin at odd micro-batches
+        weights.append(whole(trainer.model.parameters()))
+    torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def test_an_evaluation_within_an_optimizer_step_keeps_old_log_probs(tmp_path: Path) -> None:
+    runs = []
+    for ours in (False, True):
+        trainer = trainer_of(tmp_path, DeadGroups((0, 2)), **FOUR_MICRO_BATCHES)
+        trainer.eval_dataset = trainer.train_dataset
+        trainer.add_callback(AtFirstSubstep(trainer.evaluate))
+        runs.append(updates(trainer, ours)["weights"])
+    torch.testing.assert_close(runs[1], runs[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 def shard(trainer: Any) -> None:

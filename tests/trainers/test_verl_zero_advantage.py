@@ -161,7 +161,7 @@ def settings_main(rank: int, folder: Path) -> None:
         run.train(data, True, 1)
     run.worker.set_loss_fn(loss_of())
     assert run.train(data, True, 1)[2] == 6
-    run.worker.engine._interaction = "dropout=0.1 in layer"
+    run.worker.engine._inexact_model = "dropout=0.1 in layer"
     assert run.train(data, None, 1)[2] == 12
 
 

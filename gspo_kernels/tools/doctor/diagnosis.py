@@ -71,6 +71,11 @@ class Diagnosis:
             for x in self.packages
             if x.status in ("too old", "too new")
         ]
+        parts += [
+            f"{x.name}: {x.installed!r} is no version number, {x.supported} is required"
+            for x in self.packages
+            if x.status == "unknown"
+        ]
         untested = []
         for status in ("newer", "older"):
             if alike := [x for x in self.packages if x.status == status]:

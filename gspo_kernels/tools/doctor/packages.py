@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...extras import needs
 
+if TYPE_CHECKING:
+    from packaging.version import Version
+
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "verl", "liger-kernel")
 CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"
-Status = Literal["tested", "newer", "older", "too new", "too old", "not installed"]  # "newer", "older": supported
+# "newer" and "older" are supported; "unknown": the version is no version number.
+Status = Literal["tested", "newer", "older", "too new", "too old", "unknown", "not installed"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ def packages() -> list[Package]:
     """
     with needs("gspo doctor", "cli", "packaging"):
         from packaging.requirements import Requirement
-        from packaging.version import Version
+        from packaging.version import InvalidVersion, Version
     try:
         lines = requires("gspo-kernels") or []
     except PackageNotFoundError:
@@ -54,14 +58,18 @@ def packages() -> list[Package]:
         supported = ",".join(sorted(map(str, required[name]), reverse=True))  # a SpecifierSet is unordered
         status: Status = "not installed"
         if installed is not None:
-            # Only the public part counts: 2.13.0+cpu is 2.13.0.
-            public = Version(Version(installed).public)
-            is_supported = required[name].contains(installed, prereleases=True)
-            if public == Version(pin):
-                status = "tested"
-            elif public > Version(pin):
-                status = "newer" if is_supported else "too new"
-            else:
-                status = "older" if is_supported else "too old"
+            try:
+                public = Version(Version(installed).public)  # 2.13.0+cpu is 2.13.0
+                status = _status(public, Version(pin), required[name].contains(installed, prereleases=True))
+            except InvalidVersion:
+                status = "unknown"
         result.append(Package(name, installed, pin, supported, status))
     return result
+
+
+def _status(installed: Version, tested: Version, is_supported: bool) -> Status:
+    if installed == tested:
+        return "tested"
+    if installed > tested:
+        return "newer" if is_supported else "too new"
+    return "older" if is_supported else "too old"

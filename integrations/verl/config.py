@@ -22,12 +22,9 @@ NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
 
 def _options(model_config: Any) -> Mapping[str, Any]:
     """Read model.fused_kernel_options, a dict that verl passes on and reads only with its own fused kernels."""
-    options = {} if model_config.fused_kernel_options is None else model_config.fused_kernel_options
-    check = Checks("GSPOEngine")
-    if not isinstance(options, Mapping):
-        check.fail(OPTIONS, "a dict or null", options, TypeError)
+    options = model_config.fused_kernel_options or {}
     if unknown := [name for name in options if name not in KEYS]:
-        check.fail(OPTIONS, f"a dict with no keys but {', '.join(KEYS)}", unknown)
+        Checks("GSPOEngine").fail(OPTIONS, f"a dict with no keys but {', '.join(KEYS)}", unknown)
     return options
 
 

@@ -157,27 +157,19 @@ def test_main_ppo_trains_by_the_example_as_with_verls_gspo(tmp_path: Path) -> No
         assert a["training/global_step"] == step + 1
 
 
-def test_main_ppo_trains_as_before_if_answers_with_advantage_0_do_not_run(tmp_path: Path) -> None:
+def test_main_ppo_runs_only_answers_with_an_advantage(tmp_path: Path) -> None:
+    """test_verl_zero_advantage.py compares such updates with those of all answers."""
     save_inputs(tmp_path, SCORE_OF_EVEN)
     changed = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": "4", f"{ACTOR}.calculate_entropy": "false"}
-    common = [line for line in settings(tmp_path) if line.partition("=")[0] not in changed]
-    common += [*WINDOW, *(f"{name}={value}" for name, value in changed.items())]
-    common += [f"{MODEL}.external_lib=gspo_kernels.integrations.verl", f"{ACTOR}.policy_loss.loss_mode=gspo_kernels"]
-    off = f"+{MODEL}.fused_kernel_options.skip_zero_advantage=false"
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *common]
-    with ThreadPoolExecutor(2) as pool:
-        skips, runs_all = pool.map(
-            metrics_of, [command, [*command, off]], [tmp_path] * 2, [{"VERL_ENGINE_VENDOR": "gspo"}] * 2
-        )
+    options = [line for line in settings(tmp_path) if line.partition("=")[0] not in changed]
+    options += [*WINDOW, *(f"{name}={value}" for name, value in changed.items())]
+    options += [f"{MODEL}.external_lib=gspo_kernels.integrations.verl", f"{ACTOR}.policy_loss.loss_mode=gspo_kernels"]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *options]
+    steps = metrics_of(command, tmp_path, {"VERL_ENGINE_VENDOR": "gspo"})
     problems = pandas.read_parquet(tmp_path / "toy" / "train.parquet")["reward_model"]
     even = [int(problem["ground_truth"]) % 2 == 0 for problem in problems]
-    assert len(skips) == len(runs_all) == 2
-    for step in range(2):
-        a, b = skips[step], runs_all[step]
+    assert len(steps) == 2
+    for step, metrics in enumerate(steps):
         live = even[16 * step : 16 * step + 16]
-        assert 0 < sum(live) < 16
-        assert a["actor/gspo/rows_run"] == sum(live) / 16 and "actor/gspo/rows_run" not in b
-        for name in ("actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean"):
-            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
-        assert a["actor/pg_clipfrac"] == pytest.approx(b["actor/pg_clipfrac"], abs=SHARE_ABSOLUTE)
-        assert a["actor/grad_norm"] > 0 and a["actor/pg_clipfrac"] > 0
+        assert 0 < sum(live) < 16 and metrics["actor/gspo/rows_run"] == sum(live) / 16
+        assert metrics["actor/grad_norm"] > 0 and metrics["actor/pg_clipfrac"] > 0

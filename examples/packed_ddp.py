@@ -1,7 +1,8 @@
-"""Train a transformers model with GSPO on packed sequences under DDP, with KL to a reference model: sort three letters.
+"""Sort three letters: train a transformers model with GSPO on packed sequences, with DDP and a KL term.
 
-Each rank packs its sequences into micro-batches of at most TOKENS tokens, so ranks differ in micro-batches, sequences
-and tokens. One normalizer, the number of sequences on all ranks, makes the gradients those of one large batch.
+Each rank packs its sequences into micro-batches of at most TOKENS tokens, so ranks may have different numbers of
+micro-batches, sequences and tokens. All ranks divide by the total number of sequences, so the gradients are those of
+one large batch.
 Install: pip install '.[train]'
 
     torchrun --nproc_per_node 8 examples/packed_ddp.py --model Qwen/Qwen2.5-0.5B-Instruct   # eight GPUs
@@ -25,7 +26,9 @@ from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 from gspo_kernels.metrics import combine
 
-PROMPTS, GROUP, LENGTH = 8, 8, 6  # prompts per rank and rollout, answers per prompt, tokens per answer
+PROMPTS = 8  # per rank and rollout
+GROUP = 8  # answers per prompt
+LENGTH = 6  # tokens per answer, at most
 UPDATES = 4  # per rollout
 TOKENS = 96  # per micro-batch, at most
 OBJECTIVE = Objective(kl_coef=0.01)
@@ -82,7 +85,7 @@ def at_head(model, batch, function, *arguments, **options):
         arguments_of_head = hidden[0], lm_head, batch["target_ids"]
         return function(*arguments_of_head, *arguments, mask=batch["mask"], **options, **of_the_model)
 
-    # Attention stays within a sequence because positions begin again, but only without a cache and an attention_mask.
+    # Positions that restart at 0 keep attention within each sequence, but only without a cache or an attention_mask.
     inputs = {"input_ids": batch["input_ids"][None], "position_ids": batch["position_ids"][None], "use_cache": False}
     device = batch["mask"].device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

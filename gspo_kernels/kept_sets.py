@@ -210,7 +210,7 @@ class KeptSets(NamedTuple):
 
 
 def check_integers(check: Checks, name: str, x: Any, shape: str, dimensions: tuple[int, ...]) -> None:
-    """Check that `x` is a tensor of integers with one of these numbers of dimensions."""
+    """Check that `x` is an int32 or int64 tensor whose number of dimensions is in `dimensions`."""
     integers = isinstance(x, Tensor) and x.dtype in INDEX_DTYPES
     if not integers or x.ndim not in dimensions:
         got = x if integers else Unquoted(f"a {getattr(x, 'dtype', type(x).__name__)}")

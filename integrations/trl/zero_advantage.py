@@ -296,14 +296,15 @@ class LiveAnswers:
         trainer = self.trainer
         previous = trainer._buffered_inputs
         inputs = self._replaced[_PREPARE](generation_batch)
-        if trainer.model.training:
-            if trainer._buffered_inputs is not previous:
-                self._orders = []
-                self._move_live_rows()
-            elif self._orders and not self._steps_are_aligned():
-                self._move_rows_back()
-            inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
-        if self._is_deferred and trainer.model.training and trainer.accelerator.sync_gradients:
+        if not trainer.model.training:
+            return inputs
+        if trainer._buffered_inputs is not previous:
+            self._orders = []
+            self._move_live_rows()
+        elif self._orders and not self._steps_are_aligned():
+            self._move_rows_back()
+        inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
+        if self._is_deferred and trainer.accelerator.sync_gradients:
             for batch in trainer._buffered_inputs:
                 if batch is not inputs and _OLD not in batch:  # in the first optimizer step of the rollout only
                     batch[_OLD] = self._old_log_probs(batch)
@@ -323,9 +324,10 @@ class LiveAnswers:
         self._orders = []
 
     def _steps_are_aligned(self) -> bool:
-        """True if optimizer steps begin at multiples of gradient_accumulation_steps, so that rows stay in theirs.
+        """True if optimizer steps begin at multiples of gradient_accumulation_steps.
 
-        They do not if training was interrupted within a step, or after an epoch that ended within one.
+        Rows may move only then, because otherwise they would move to another step. Steps begin elsewhere after
+        training was interrupted within a step, or after an epoch that ended within one.
         """
         return self._first.number % self.trainer.args.gradient_accumulation_steps == 0
 

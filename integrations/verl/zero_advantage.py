@@ -82,8 +82,9 @@ class LiveBatch:
         """Choose the answers. All ranks of the data-parallel `group` must call this together."""
         live = live_rows(data)
         mask = data["loss_mask"]
-        rows = torch.stack([live.sum()]).to(get_device_id())
-        tokens = torch.stack([mask.sum()]).to(get_device_id())
+        own_tokens = int(mask.sum())
+        rows = torch.tensor([int(live.sum())], device=get_device_id())
+        tokens = torch.tensor([own_tokens], device=get_device_id())
         dist.all_reduce(rows, dist.ReduceOp.MAX, group)
         dist.all_reduce(tokens, dist.ReduceOp.SUM, group)
         size = 1
@@ -96,7 +97,7 @@ class LiveBatch:
         self.share = len(self.data) / len(data)
         self._loss_function = loss_function
         self._batch_num_tokens = int(tokens)
-        self._share_of_tokens = int(self.data["loss_mask"].sum()) / max(int(mask.sum()), 1)
+        self._share_of_tokens = int(self.data["loss_mask"].sum()) / max(own_tokens, 1)
 
     def loss(self, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
         """Compute verl's loss of a micro-batch. Clip fractions are shares of all tokens, with those that did not run.

@@ -380,7 +380,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "old log-probs that no batch gets": (
         "LiveAnswers._prepare_inputs",
-        "self._is_deferred and trainer.model.training and trainer.accelerator.sync_gradients",
+        "self._is_deferred and trainer.accelerator.sync_gradients",
         "False",
         "trainers/trl_zero_advantage::test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones",
     ),

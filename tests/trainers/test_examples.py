@@ -6,7 +6,6 @@ Megatron Core.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import chat_model
+from helpers.examples import EXAMPLES, imported
 from helpers.ranks import run_ranks
 from tolerance import MODEL_GRADIENT_RELATIVE, TRAINER_ABSOLUTE
 
@@ -27,7 +27,6 @@ from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 from gspo_kernels.metrics import combine
 from gspo_kernels.reference import gspo_reference_loss
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 needs_trl = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("trl", "datasets", "peft")), reason="needs the extra trl"
 )
@@ -52,13 +51,6 @@ def output_of(folder: Path, command: list[Any]) -> str:
     )
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-4000:])
     return done.stdout
-
-
-def imported(name: str) -> Any:
-    """Import a file of examples/."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        return importlib.import_module(name)
 
 
 def numbers(pattern: str, output: str) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import torch
 pytest.importorskip("trl", minversion="1.16")  # examples/trl_tools.py describes the calls as this version reads them
 pytest.importorskip("datasets")
 import datasets
+from helpers.examples import imported
 from helpers.trl_trainer import SEQUENCE
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_LOG_ABSOLUTE, TRAINER_LOG_RELATIVE
 from trl import GRPOTrainer
 
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -45,9 +43,7 @@ def length(completions: Any, **columns: Any) -> list[float]:
 
 def train(kind: Any, source: str, folder: Path) -> tuple[Any, list[torch.Tensor]]:
     """Train for eight updates. Return the trainer, and the masks of the tools in stock TRL's batches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        example = importlib.import_module("trl_tools")
+    example = imported("trl_tools")
     torch.manual_seed(0)
     random.seed(0)
     model, tokenizer = example.tiny_policy()

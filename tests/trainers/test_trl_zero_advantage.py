@@ -131,9 +131,8 @@ def compare(stock: Any, ours: Any, seen: list[tuple[Any, Tensor]]) -> None:
     logs, our_logs = steps_of(stock), steps_of(ours)
     assert len(our_logs) == len(logs) > 5
     count = stock.args.gradient_accumulation_steps
-    moved = (
-        1 if stock.loss_type == "bnpo" else math.gcd(count, stock.args.steps_per_generation)
-    )  # between micro-batches
+    # Answers move within groups of this many micro-batches.
+    moved = 1 if stock.loss_type == "bnpo" else math.gcd(count, stock.args.steps_per_generation)
     # Means over micro-batches of a minimum or maximum depend on which answers are in a micro-batch.
     by_batch = {"clip_ratio/low_min", "clip_ratio/high_max"} if moved > 1 else set()
     for a, b in zip(our_logs, logs, strict=True):

@@ -1,8 +1,7 @@
 """verl 0.9.1's `main_ppo` from end to end on a CPU: Ray, agent loop, reward, FSDP2 actor, weight sync.
 
 The script in examples/ trains with our engine and loss, and verl's own `gspo` trains on the same rollouts. Metrics must
-agree. So must those of two runs with our engine, in one of which answers with advantage 0 do not run. `make
-test-trainers` runs this in verl's environment. Elsewhere it is skipped.
+agree. `make test-trainers` runs this in verl's environment. Elsewhere it is skipped.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import chat_model, pages
+from helpers.examples import EXAMPLES
 from helpers.ray_run import run_with_ray
 from helpers.readme import WITH_VERL
 from tolerance import SHARE_ABSOLUTE
@@ -39,7 +39,6 @@ WINDOW = [
     "actor_rollout_ref.actor.clip_ratio_low=3e-4",
     "actor_rollout_ref.actor.clip_ratio_high=4e-4",
 ]
-EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -158,7 +157,7 @@ def test_main_ppo_trains_by_the_example_as_with_verls_gspo(tmp_path: Path) -> No
 
 
 def test_main_ppo_runs_only_answers_with_an_advantage(tmp_path: Path) -> None:
-    """test_verl_zero_advantage.py compares such updates with those of all answers."""
+    """This counts them. test_verl_zero_advantage.py checks that training does not change."""
     save_inputs(tmp_path, SCORE_OF_EVEN)
     changed = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": "4", f"{ACTOR}.calculate_entropy": "false"}
     options = [line for line in settings(tmp_path) if line.partition("=")[0] not in changed]

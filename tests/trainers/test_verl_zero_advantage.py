@@ -154,9 +154,9 @@ def settings_main(rank: int, folder: Path) -> None:
     assert run.worker.engine._skip is False
     data = data_of(run, 0, LIVE, 1)
     run.worker.set_loss_fn(loss_of("geo_mean"))
-    for skip, rows in ((None, 12), (False, 12)):
+    for skip in (None, False):
         metrics, _, ran = run.train(data, skip, 1)
-        assert ran == rows and "gspo/rows_run" not in metrics
+        assert ran == 12 and "gspo/rows_run" not in metrics
     with pytest.raises(ValueError, match=r"skip_zero_advantage must be None or False with .*geo_mean"):
         run.train(data, True, 1)
     run.worker.set_loss_fn(loss_of())

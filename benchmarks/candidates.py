@@ -32,9 +32,9 @@ class Candidate(NamedTuple):
     package: str = "torch"  # the package that must be installed
     needs_cuda: bool = False
     takes_softcap: bool = True
-    takes_fp32: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)  # that it takes
     width_multiple: int = 1  # H must be divisible by this
-    in_triton: bool = False  # Triton kernels compute the matrix products, so PyTorch's profiler does not see them
+    in_triton: bool = False  # Triton or CuTe kernels compute the products, and PyTorch's profiler does not see them
     compiles: bool = False  # compiles at the first call with new shapes
     per_token: bool = False  # computes GRPO's loss, with a ratio per token, and is compared with this loss in float64
     budget: float = 0.0
@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
             "needs torch 2.13": self.against == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"),
             "its kernels need a GPU": self.needs_cuda and device.type != "cuda",
             "does not support a soft-cap": head.softcap is not None and not self.takes_softcap,
-            "takes bf16 and fp16 only": dtype == torch.float32 and not self.takes_fp32,
+            f"takes {' and '.join(str(d).removeprefix('torch.') for d in self.dtypes)} only": dtype not in self.dtypes,
             f"takes only H divisible by {self.width_multiple}": head.width % self.width_multiple != 0,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
@@ -131,7 +131,8 @@ def _peer(name: str, against: str, log_probs: LogProbs, package: str = "torch", 
 
 
 LIGER, CCE = "liger-kernel", "cut-cross-entropy"
-CCE_LIMITS: dict[str, Any] = dict(needs_cuda=True, takes_fp32=False, in_triton=True)
+CCE_LIMITS: dict[str, Any] = dict(needs_cuda=True, dtypes=(torch.bfloat16, torch.float16), in_triton=True)
+CUTE: dict[str, Any] = dict(needs_cuda=True, takes_softcap=False, dtypes=(torch.bfloat16,), in_triton=True)
 VERL_TRITON: dict[str, Any] = dict(needs_cuda=True, takes_softcap=False, width_multiple=128, in_triton=True)
 _CANDIDATES = (
     _peer("naive GSPO", "naive", full_log_probs),
@@ -143,6 +144,7 @@ _CANDIDATES = (
         "Liger GRPO loss", "liger", peers.liger_log_probs, peers.liger_loss, LIGER, takes_softcap=False, compiles=True
     ),
     _peer("Liger fused CE", "liger", peers.liger_cross_entropy, LIGER, needs_cuda=True),
+    _peer("Liger scaled CE", "liger", peers.liger_scaled_cross_entropy, "nvidia-cutlass-dsl", **CUTE),
     _peer("cut-cross-entropy", "cce", peers.cut_log_probs, CCE, **CCE_LIMITS),
     _peer("cut-cross-entropy, no filter", "cce", partial(peers.cut_log_probs, filter_eps=None), CCE, **CCE_LIMITS),
     _peer("verl torch head", "verl", peers.verl_torch_log_probs, "verl", takes_softcap=False),

@@ -29,7 +29,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent  # root of the repository
 RESULTS = Path(__file__).parent / "results"
 OUTPUT = "JSON file (default benchmarks/results/<suite>-<cpu or GPU>.json, and for a trial runs/trials/ with that name)"
-PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "gspo-kernels")
+PACKAGES = (
+    "torch", "triton", "transformers", "trl", "liger-kernel", "nvidia-cutlass-dsl", "cut-cross-entropy", "verl",
+    "gspo-kernels",
+)  # fmt: skip  # names
 Record = dict[str, Any]
 Tick = Callable[[str], object]  # called before each measurement with a description of it
 KIB = 1024

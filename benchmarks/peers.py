@@ -61,6 +61,13 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: fl
     return -losses
 
 
+def liger_scaled_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    """Run the log-prob function that Liger offers for reinforcement learning: on Hopper, kernels in CuTe DSL."""
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    return -LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids)
+
+
 def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, **options: Any) -> Tensor:
     """Run cut-cross-entropy. By default it leaves out gradient entries below a threshold (`filter_eps`)."""
     from cut_cross_entropy import linear_cross_entropy

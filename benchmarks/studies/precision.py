@@ -2,6 +2,8 @@
 
     python -m gspo_kernels.benchmarks precision         about 40 minutes on two cores without native bf16 matmul
 
+On a GPU, the model and the answers are larger, and the model is trained in bf16 autocast.
+
 `fidelity` gives the same bf16 hidden states to every implementation and to float64, so it measures the head alone. Here
 the reference is the whole model in float64, and the body rounds too. A small Qwen3 learns Python source code, and
 samples answers. GSPO's loss updates it three times in fp32, at several learning rates. Then the model before and the
@@ -44,7 +46,7 @@ from gspo_kernels import gspo_fused_loss
 from .. import candidates, measure
 from ..candidates import LogProbs
 from ..measure import Record
-from ..suites.options import parser_of
+from ..suites.options import device_of, parser_of
 from ..workloads import Head
 from .fidelity import NAIVE, OURS, T, flip_chance, interval, passes_clip
 from .policy import END, bpe
@@ -75,6 +77,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(4096, 6, 256, 500, 300, 4, 32, 512, 16, (3e-7, 1e-6, 3e-6), 3)
+ON_GPU = Size(16_384, 12, 1024, 1500, 600, 16, 32, 1024, 32, (3e-7, 1e-6, 3e-6), 3)
 TINY = Size(600, 1, 64, 60, 2, 2, 8, 64, 8, (1e-6,), 1)
 HEADLINE_RATE, HEADLINE_LENGTH = 1e-6, 1024  # learning rate and length of the figures in README and docs
 
@@ -117,19 +120,21 @@ def windows(ids: Tensor, count: int, length: int) -> Tensor:
 
 
 def trained_model(ids: Tensor, size: Size) -> tuple[Model, float]:
-    """Train a Qwen3 on the text, in fp32. Return it and its last loss in nats."""
+    """Train a Qwen3 on the text, in fp32, on a GPU in bf16 autocast. Return it and its last loss in nats."""
     heads = max(size.width // 64, 1)
     options: Record = dict(vocab_size=size.vocab, hidden_size=size.width, intermediate_size=3 * size.width)
     options |= dict(num_attention_heads=heads, num_key_value_heads=max(heads // 2, 1), head_dim=64)
     options |= dict(num_hidden_layers=size.layers, max_position_embeddings=2048, tie_word_embeddings=True)
-    model = Qwen3ForCausalLM(Qwen3Config(**options))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=size.steps + 1, pct_start=0.1)
+    model: Model = Qwen3ForCausalLM(Qwen3Config(**options)).to(ids.device)
+    fastest = 2e-3 * 256 / size.width  # learning rate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=fastest, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, fastest, total_steps=size.steps + 1, pct_start=0.1)
     loss = math.nan
     for step in range(1, size.steps + 1):
         batch = windows(ids, size.batch, size.prompt + size.answer)
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        cross_entropy = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        with torch.autocast(ids.device.type, torch.bfloat16) if ids.is_cuda else nullcontext():
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        cross_entropy = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
         cross_entropy.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,13 +185,13 @@ def _fused(
     return out.loss, out.log_probs
 
 
-def heads_of(body: Body, size: Size) -> tuple[dict[str, LogProbs], dict[str, str]]:
+def heads_of(body: Body, size: Size, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
     """The heads that can run with a body, and why others cannot."""
     every = {name: candidates.ALL[name] for name in HEADS}
     absent = {
         name: why
         for name, candidate in every.items()
-        if (why := candidate.absent(Head(size.width, size.vocab), body.operands, torch.device("cpu")))
+        if (why := candidate.absent(Head(size.width, size.vocab), body.operands, device))
     }
     heads = {name: candidate.log_probs for name, candidate in every.items() if name not in absent}
     heads[FP32_LOGITS] = lambda h, w, *rest: candidates.full_log_probs(h.float(), w.float(), *rest)
@@ -195,18 +200,18 @@ def heads_of(body: Body, size: Size) -> tuple[dict[str, LogProbs], dict[str, str
 
 @torch.no_grad()
 def log_probs(model: Model, ids: Tensor, prompt: int, body: Body, heads: dict[str, LogProbs]) -> dict[str, Tensor]:
-    """Log-probs of the answers' tokens in fp64, [answers, L], by head."""
+    """Log-probs of the answers' tokens in fp64 on the CPU, [answers, L], by head."""
     model = copy.deepcopy(model).to(body.weights)
     weight = model.get_output_embeddings().weight
     parts: dict[str, list[Tensor]] = {name: [] for name in heads}
     for part in ids.split(ROWS):
-        with torch.autocast("cpu", body.autocast) if body.autocast else nullcontext():
+        with torch.autocast(ids.device.type, body.autocast) if body.autocast else nullcontext():
             hidden = model.base_model(input_ids=part, use_cache=False).last_hidden_state[:, prompt - 1 : -1]
         rows, targets = hidden.flatten(0, 1), part[:, prompt:].flatten()
         for name, head in heads.items():
             kept = name in KEEP_FP32 or body.autocast is None
             operands = (rows, weight) if kept else (rows.to(body.operands), weight.to(body.operands))
-            parts[name].append(head(*operands, targets, None).double().view(len(part), -1))
+            parts[name].append(head(*operands, targets, None).double().view(len(part), -1).cpu())
     return {name: torch.cat(chunks) for name, chunks in parts.items()}
 
 
@@ -239,7 +244,10 @@ def scored(model: Model, ids: Tensor, size: Size) -> Scored:
     dtypes = dict.fromkeys(body.weights for body in BODIES.values())
     return Scored(
         {dtype: exact(model, ids, size.prompt, dtype) for dtype in dtypes},
-        {name: log_probs(model, ids, size.prompt, body, heads_of(body, size)[0]) for name, body in BODIES.items()},
+        {
+            name: log_probs(model, ids, size.prompt, body, heads_of(body, size, ids.device)[0])
+            for name, body in BODIES.items()
+        },
     )
 
 
@@ -305,10 +313,10 @@ def joined(parts: list[Measured]) -> Measured:
     return Measured(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def study(size: Size) -> Record:
+def study(size: Size, device: torch.device) -> Record:
     """Train the model, and measure every body and head."""
     torch.manual_seed(0)
-    ids = token_ids(size)
+    ids = token_ids(size).to(device)
     model, loss = trained_model(ids, size)
     parts: dict[tuple[float, str, str], list[Measured]] = {}
     for seed in range(size.seeds):
@@ -318,7 +326,7 @@ def study(size: Size) -> Record:
         old = scored(model, answers, size)
         for learning_rate in size.learning_rates:
             print(f"  seed {seed}, learning rate {learning_rate:g}", flush=True)
-            new = scored(updated(model, answers, advantages, size.prompt, learning_rate), answers, size)
+            new = scored(updated(model, answers, advantages.to(device), size.prompt, learning_rate), answers, size)
             for body, head, found in compared(old, new, advantages):
                 parts.setdefault((learning_rate, body, head), []).append(found)
     runs = []
@@ -337,7 +345,9 @@ def study(size: Size) -> Record:
                 "bodies": bodies,
             }
         )
-    absent = {f"{head}, {name}": why for name, body in BODIES.items() for head, why in heads_of(body, size)[1].items()}
+    absent = {
+        f"{head}, {name}": why for name, body in BODIES.items() for head, why in heads_of(body, size, device)[1].items()
+    }
     return {
         "model": {"layers": size.layers, "H": size.width, "V": size.vocab, "steps": size.steps, "loss": loss},
         "measured": {"seeds": size.seeds, "answers": size.answers, "tokens": size.answer, "updates": UPDATES},
@@ -348,8 +358,10 @@ def study(size: Size) -> Record:
 
 def main() -> None:
     parser = parser_of("precision", __doc__)
+    parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
     disable_progress_bar()
-    device = torch.device("cpu")
+    device = options.device
     output = measure.destination("precision", device, options.output, options.tiny)
-    print(measure.save("precision", device, study(TINY if options.tiny else FULL), output))
+    size = TINY if options.tiny else FULL if device.type == "cpu" else ON_GPU
+    print(measure.save("precision", device, study(size, device), output))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import trl
 from helpers.pages import TRL_LINES
 from helpers.ranks import run_ranks
 from tolerance import (
+    FP16_NORM_RELATIVE,
     LOSS_PER_ADVANTAGE,
     TRAINER_ABSOLUTE,
     TRAINER_GRADIENT_RELATIVE,
@@ -134,6 +136,33 @@ def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
     assert ours["aux_loss"] > 1 and ours["aux_loss"] == pytest.approx(stock["aux_loss"], rel=TRAINER_LOG_RELATIVE)
     for name in ("loss", "grad_norm"):
         assert ours[name] == pytest.approx(stock[name], rel=TRAINER_LOG_RELATIVE), name
+
+
+@pytest.mark.gpu
+def test_fp16_training_is_close_to_fp32_training(tmp_path: Path) -> None:
+    """With `fp16=True`, the model runs in autocast, and a gradient scaler multiplies the loss by 65,536 at first."""
+    options = {**SEQUENCE, "epsilon": 0.2, "epsilon_high": 0.2, "use_cpu": False, "num_iterations": 2}
+    logs, moved = [], []
+    for number, (kind, fp16) in enumerate([(GSPOTrainer, False), (GSPOTrainer, True), (GRPOTrainer, True)]):
+        folder = tmp_path / str(number)
+        fixed = partial(kind, rollout_func=fixed_answers)  # sampled answers can differ after rounding
+        trainer = make_trainer(fixed, checkpoint(folder / "model"), folder, fp16=fp16, **options)
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        assert (trainer.accelerator.scaler is not None) == fp16
+        logs.append([log for log in trainer.state.log_history if "loss" in log])
+        moved.append(torch.cat([(p - before[name]).flatten() for name, p in trainer.model.named_parameters()]))
+    single, ours, stock = moved
+    assert single.norm() > 1e-3 and all(log["grad_norm"] > 0 for log in logs[1])
+    for log, expected in zip(logs[1], logs[0], strict=True):
+        assert log["grad_norm"] == pytest.approx(expected["grad_norm"], rel=FP16_NORM_RELATIVE)
+    assert (ours - single).norm() <= 2 * (stock - single).norm() + FP16_NORM_RELATIVE * single.norm()
+
+
+def fixed_answers(prompts: list[str], *_: Any) -> dict[str, Any]:
+    answers = torch.randint(2, SHAPE["vocab_size"], (len(prompts), 6), generator=torch.manual_seed(1))
+    ids = [[2, 3] for _ in prompts]
+    return {"prompt_ids": ids, "completion_ids": answers.tolist(), "logprobs": None}
 
 
 def rank_main(rank: int, folder: Path, ours: bool) -> None:

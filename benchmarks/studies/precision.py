@@ -77,7 +77,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(4096, 6, 256, 500, 300, 4, 32, 512, 16, (3e-7, 1e-6, 3e-6), 3)
-ON_GPU = Size(16_384, 12, 1024, 1500, 400, 16, 32, 1024, 32, (3e-7, 1e-6, 3e-6), 3)
+ON_GPU = Size(16_384, 12, 1024, 1500, 400, 16, 32, 1024, 32, (1e-6, 3e-6), 3)
 TINY = Size(600, 1, 64, 60, 2, 2, 8, 64, 8, (1e-6,), 1)
 HEADLINE_RATE, HEADLINE_LENGTH = 1e-6, 1024  # learning rate and length of the figures in README and docs
 

@@ -37,6 +37,7 @@ PRECISION_BLOCK = """{bodies}
 
 - **{for_bf16}.**
 - **{for_fp16}.**
+- {larger}.
 - {alone}."""
 Draw = Callable[..., None]  # of the results of each source, and the path of the figure
 
@@ -65,6 +66,7 @@ def texts() -> dict[Path, str]:
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
+    first["precision on a gpu"] = fields[files("precision")[-1]]["r"]
     common = {"helps": summary.helps(first), "loses": summary.loses(first)}
     common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
     common |= summary.rounding(first)
@@ -76,8 +78,9 @@ def texts() -> dict[Path, str]:
         for path in files(suite):
             if place and (place == "CPU") != path.stem.endswith("-cpu"):
                 continue
+            own = summary.rounding(first | {suite: fields[path]["r"]}) if suite == "precision" else {}
             with naming(path):
-                page.append(prose.format(**common, **fields[path]))
+                page.append(prose.format(**{**common, **own, **fields[path]}))
     precision = PRECISION_BLOCK.format(**summary.rounding(first))
     blocks = {README: summary.readme(first), COMPARISON: summary.comparison(first), PRECISION: precision}
     blocks[TRL] = summary.skip(first["skip"])["table"]

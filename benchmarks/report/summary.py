@@ -1,6 +1,7 @@
 """The tables that use several suites: where the library helps, where it loses, and the README's results.
 
 In every function, `first` maps the name of a suite to the results in its first JSON file, which is a CPU's.
+"precision on a gpu" are those of a larger model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from .tables import (
     BUDGET,
     CACHED,
+    DEFAULT_CACHE,
     GPU_GROUPS,
     NAIVE,
     OURS,
@@ -40,11 +42,12 @@ GPU_ROWS = {
     "TRL fused head": "TRL 1.16 (its fused head)",
     "TRL cast_lm_head_to_fp32": "TRL 1.16, `cast_lm_head_to_fp32`",
     "Liger fused CE": "Liger's fused cross-entropy, as log-probs",
+    "Liger scaled CE": "Liger's scaled cross-entropy (CuTe kernels)",
     "Liger GRPO loss": "Liger's GRPO loss",
     "cut-cross-entropy": "cut-cross-entropy",
     "verl Triton head": "verl 0.9.1's Triton head",
     OURS: "**gspo_kernels**, cache off",
-    "ours, default cache": "**gspo_kernels** (default)",
+    DEFAULT_CACHE: "**gspo_kernels** (default)",
     BUDGET: "**gspo_kernels**, `gradient_budget=1e-3`, cache off",
 }
 SAME_LOG_PROBS = {BUDGET: OURS, CACHED: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> its equal
@@ -206,7 +209,7 @@ def readme(first: Results) -> str:
 
 def gpu(results: Results) -> str:
     """Make the README's table of time and memory on a GPU, for a head of H = 4,096 and V = 151,936."""
-    columns = {label: compared(results[group]) for label, group in GPU_GROUPS.items() if group != "rl-8k"}
+    columns = {label: compared(results, group) for label, group in GPU_GROUPS.items() if group != "rl-8k"}
     rows = []
     for name, label in GPU_ROWS.items():
         records = [records.get(name, {}) for records in columns.values()]
@@ -223,6 +226,8 @@ def rounding(first: Results) -> dict[str, str]:
     names = {NAIVE: "full logits", "fp32 logits": "fp32 logits, stored in full", OURS: "`gspo_kernels`"}
     rows = [(body, *(percentage({"percent": x[name]}) for name in names)) for body, x in whole.items()]
     of = first["precision"]["model"]
+    larger = first["precision on a gpu"]["model"]
+    there = {body: wrong_in_models(first["precision on a gpu"], body) for body in (HALF, "fp16 autocast")}
     return {
         "bodies": table(("body of the model", *names.values()), rows),
         "for_bf16": f"In bf16 (autocast), full logits get {half[NAIVE]:.2g}% of the clip decisions wrong, gspo_kernels "
@@ -230,7 +235,9 @@ def rounding(first: Results) -> dict[str, str]:
         "for_fp16": f"In fp16 (autocast), it is {best[NAIVE]:.2g}% and {best[OURS]:.2g}%",
         "alone": f"For the same bf16 hidden states, the head alone gets {alone[NAIVE]:.2g}% wrong with full logits and "
         f"{alone[OURS]:.1g}% with gspo_kernels",
-        "of_model": f"a Qwen3 with {of['layers']} layers, H = {of['H']} and V = {of['V']:,}, trained on source code",
+        "larger": f"A larger model on an H200 ({larger['layers']} layers, H = {larger['H']:,}), after larger updates: "
+        + ", ".join(f"{x[NAIVE]:.2g}% and {x[OURS]:.2g}% in {body[:4]}" for body, x in there.items()),
+        "of_model": f"a Qwen3 with {of['layers']} layers, H = {of['H']:,} and V = {of['V']:,}, trained on source code",
     }
 
 

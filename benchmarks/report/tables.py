@@ -15,6 +15,7 @@ Results = dict[str, Any]
 Texts = dict[str, str]
 Cell = Callable[[Results], str]
 NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
+DEFAULT_CACHE = "ours, default cache"
 ROLLOUTS = 40  # the default of `gspo compare`
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
@@ -24,6 +25,7 @@ GPU_GROUPS = {
     "dense, 8,192 tokens": "D",
 }  # fmt: skip  # by heading
 GPU_SHAPES = ("D", "A", "C")
+EARLIER = ", earlier run"  # ends the name of a group that was measured again, without some of the packages
 KERNELS = ("kernel forward_tile", "kernel gradient_tile")
 PRODUCTS = ("vendor h W'", "vendor d_logits W", "vendor d_logits' h")
 
@@ -257,6 +259,7 @@ def precision(results: Results) -> Texts:
     return {
         "table": table(header, [(body, ", ".join(heads), *cells) for (body, *cells), heads in rows.items()]),
         "rates": table(("body", *(f"learning rate {run['learning rate']:g}" for run in results["runs"])), by_rate),
+        "spread": f"{headline_run(results)['true log-ratio']['std']:.1e}",
         "spreads": "; ".join(f"{rate:g}: {x['std']:.1e}, {x['clipped']:.0%} clipped" for rate, x in spreads),
         "left_out": "; ".join(f"{name} ({why})" for name, why in results["not measured"].items()) or "none",
     }
@@ -306,9 +309,13 @@ def long(results: Results) -> dict[str, Any]:
     return {"table": table(*compare_report.rows(results)), **shown}
 
 
-def compared(group: Results) -> Results:
-    """The implementations that a group compares, by name, without those that were not measured."""
-    return {record["name"]: record for record in group["results"] if "name" in record and "absent" not in record}
+def compared(results: Results, name: str) -> Results:
+    """The implementations that a group compares, by name, without those that were not measured.
+
+    A package that was measured only in the group's earlier run keeps that record.
+    """
+    runs = [results[group]["results"] for group in (f"{name}{EARLIER}", name) if group in results]
+    return {r["name"]: r for run in runs for r in run if "name" in r and not r.keys() & {"absent", "failed"}}
 
 
 def milliseconds(record: Results) -> str:
@@ -317,7 +324,7 @@ def milliseconds(record: Results) -> str:
 
 def all_compared(results: Results) -> str:
     """Make a table of time and memory: a row per implementation, a column per group of measurements."""
-    columns = {name: compared(group) for name, group in results.items() if name in (*GPU_GROUPS.values(), *GPU_SHAPES)}
+    columns = {name: compared(results, name) for name in results if name in (*GPU_GROUPS.values(), *GPU_SHAPES)}
     names = dict.fromkeys(name for records in columns.values() for name in records)
     header = [f"{group}: {next(iter(x.values()))['batch']}" for group, x in columns.items()]
     cell = "{}; {}".format
@@ -354,9 +361,12 @@ def gpu(results: Results) -> dict[str, Any]:
     state = results["rl-8k"]["measured"]["gpu state"]
     errors: dict[bool, list[float]] = {True: [], False: []}  # of ours, and of others
     for name in (*GPU_GROUPS.values(), *GPU_SHAPES):
-        for record in compared(results[name]).values():
+        for record in compared(results, name).values():
             errors[record["against"] == "ours"].append(record["error"]["worst"])
+    dense = compared(results, "D")
     return {
+        "scaled": milliseconds(compared(results, "rl-4k")["Liger scaled CE"]),
+        "half_of_d": [f"{500 * dense[name]['seconds']:.1f}" for name in (OURS, DEFAULT_CACHE)],
         "compared": all_compared(results),
         "rates": rates(results),
         "passes": passes(results),

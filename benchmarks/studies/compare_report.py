@@ -413,10 +413,18 @@ def replay(results: Results) -> str:
 
 def rounding(results: Results) -> str:
     """Rounding changes rewards."""
-    different = [label(arm) for arm, record in changes(results).items() if sign(record)]
+    every = changes(results)
+    different = [label(arm) for arm, record in every.items() if sign(record)]
     if not different:
         return "No rounding has a decided effect on the mean held-out reward"
-    return f"The mean held-out reward differs from fp32's with {', '.join(different)}"
+    return (
+        f"The mean held-out reward differs from fp32's with {', '.join(different)}: "
+        f"{excluding(len(different), len(every))}"
+    )
+
+
+def excluding(decided: int, count: int) -> str:
+    return f"{decided} of {count} intervals exclude 0, and by chance {0.05 * count:.1f} would"
 
 
 def head(results: Results, with_sizes: bool = True) -> str:
@@ -434,13 +442,13 @@ def head(results: Results, with_sizes: bool = True) -> str:
         return start + ", ".join(changed)
     count, decided = len(every) * len(HEAD_MEASURES), sum(map(len, changed.values()))
     listed = "; ".join(f"{arm}: {', '.join(sizes)}" for arm, sizes in changed.items())
-    return f"{start}{listed}. {decided} of {count} intervals exclude 0; by chance, {0.05 * count:.1f} would"
+    return f"{start}{listed}. {excluding(decided, count).capitalize()}"
 
 
 def title(results: Results) -> str:
     """What a figure shows, in a sentence: who learns faster, or what rounding changes."""
     if results["study"] == "rounding":
-        return f"{rounding(results)}.\n{head(results, with_sizes=False)}"
+        return f"{rounding(results)}.\n{head(results, with_sizes=False)}".replace(": ", ":\n")
     if results["study"] == "long":
         runs = results["runs"]
         if not verdicts(results):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,6 +41,15 @@ def separate_experts(model: nn.Module) -> str | None:
         if isinstance(getattr(module, "experts", None), nn.ModuleList):
             return f"experts that are separate modules in {name}"
     return None
+
+
+def positions_are_relative(model: nn.Module) -> bool:
+    """True if padding on the left changes the log-probs of a row by rounding only, as with RoPE."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    has_rope = any(name.endswith("rotary_emb") for name, _ in model.named_modules())
+    absolute = ("attention_chunk_size", "attn_temperature_tuning")  # Llama 4
+    return has_rope and not any(getattr(text, key, None) for key in absolute)
 
 
 def rope_of_longest_row(model: nn.Module) -> str | None:

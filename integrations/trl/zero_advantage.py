@@ -5,7 +5,8 @@ the model on the other answers only. TRL's loss still gets the log-probs of all 
 fractions do not change: an answer that did not run gets its old log-probs, and its ratio is 1.
 
 Live answers are those that run. Every rank runs at least two tokens per micro-batch, and the slowest rank determines
-the time of a micro-batch. So the live answers of each optimizer step are moved into as few micro-batches as possible.
+the time of a micro-batch. So the live answers of each optimizer step are moved into as few micro-batches as possible,
+and every rank gets as many of them as the others.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from trl.trainer.utils import split_tensor_dict
 
 from gspo_kernels.validation import Checks
 
-from ..huggingface.rows import interaction_of_rows, live_tokens, rope_of_longest_row
+from ..huggingface.rows import interaction_of_rows, live_tokens, positions_are_relative, rope_of_longest_row
 from .config import LOSS_TYPES, METHOD
 from .logs import method_before, replace_method
 
 _COMPUTE_LOSS, _GENERATE, _PREPARE = "_compute_loss", "_generate_and_score_completions", "_prepare_inputs"
 _OLD = "old_per_token_logps"  # TRL's key
+_PROMPTS, _ANSWERS = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
+# TRL's keys whose tensors have a row per answer. Answers with other keys stay on their rank.
+_ROWS = {*_PROMPTS, *_ANSWERS, _OLD, "advantages", "importance_sampling_ratio", "sampling_per_token_logps", "tool_mask"}
 
 
 class Skipping(NamedTuple):
@@ -123,37 +127,22 @@ def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
     return live.any(1)
 
 
-def live_rows_last(batches: list[Any], per_update: int, loss_type: str) -> list[Tensor]:
-    """Return an order of rows for every `per_update` batches, which moves the live rows to the last of these batches.
+def live_rows_last(live: Tensor) -> Tensor:
+    """Order the rows of an optimizer step so that live rows are in its last micro-batches, equally many on each rank.
 
-    Otherwise rows stay in their order. Last is better than first: ranks exchange gradients during the backward of the
-    last micro-batch, which hides more of it if the micro-batch is large.
+    Last is better than first: ranks exchange gradients during the backward of the last micro-batch, which hides more of
+    it if the micro-batch is large. Otherwise rows stay in their order.
+
+    Args:
+        live: bool [ranks, micro-batches, rows].
+
+    Returns:
+        The old places of the rows in the flattened `live`, [ranks, micro-batches * rows].
     """
-    live = [live_rows(batch, loss_type) for batch in batches]
-    groups = [live[first : first + per_update] for first in range(0, len(live), per_update)]
-    return [torch.cat(group).int().argsort(stable=True) for group in groups]
-
-
-def in_order(batches: list[Any], orders: list[Tensor]) -> list[Any]:
-    """Put the rows of every len(batches) / len(orders) batches in an order. Batches keep their numbers of rows."""
-    size = len(batches) // len(orders)
-    moved = []
-    for i, order in enumerate(orders):
-        group = batches[i * size : (i + 1) * size]
-        # Before the first optimizer step of a rollout, only some batches may have old log-probs. They are recomputed.
-        names = [name for name in group[0] if all(name in batch for batch in group)]
-        moved += split_tensor_dict({name: _rows([batch[name] for batch in group], order) for name in names}, size)
-    return moved
-
-
-def _rows(values: list[Any], order: Tensor) -> Any:
-    """Join the values that batches have for a key, and put their rows in order. Numbers of a rollout have no rows."""
-    if values[0] is None or (isinstance(values[0], Tensor) and values[0].ndim == 0):
-        return values[0]
-    if isinstance(values[0], Tensor):
-        return torch.cat(values)[order]
-    rows = [row for value in values for row in value]
-    return [rows[i] for i in order.tolist()]
+    places = torch.arange(live.numel(), device=live.device).view_as(live).permute(1, 2, 0).flatten()
+    order = torch.empty_like(places)
+    order[places] = live.flatten().int().argsort(stable=True)
+    return order.view(len(live), -1)
 
 
 class _FirstMicroBatch(TrainerCallback):
@@ -185,7 +174,7 @@ class LiveAnswers:
         self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch
         self._is_rollout = False  # the next log-probs are those of a rollout, which are computed later
         self._is_deferred = False  # the old log-probs of this rollout are computed later
-        self._orders: list[Tensor] = []  # in which the rows of this rollout were put
+        self._orders: list[Tensor] = []  # of the rows of each optimizer step of this rollout, by `live_rows_last`
         self._first = _FirstMicroBatch(trainer)
         trainer.add_callback(self._first)
         self._replaced: dict[str, Any] = {}
@@ -311,17 +300,67 @@ class LiveAnswers:
         return inputs
 
     def _move_live_rows(self) -> None:
-        """Move the live rows of a new rollout to the last batches of their optimizer steps."""
+        """Move the live rows of a new rollout to the last batches of their optimizer steps, evenly on all ranks."""
         trainer, args = self.trainer, self.trainer.args
-        if self.skipping.moves and self._skips() and self._steps_are_aligned():
-            per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-            self._orders = live_rows_last(trainer._buffered_inputs, per_update, trainer.loss_type)
-            trainer._buffered_inputs = in_order(trainer._buffered_inputs, self._orders)
+        if not (self.skipping.moves and self._skips() and self._steps_are_aligned()):
+            return
+        per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        live = torch.stack([live_rows(batch, trainer.loss_type) for batch in trainer._buffered_inputs])[None]
+        if self._can_share():
+            live = trainer.accelerator.gather(live.int()).bool()  # [ranks, batches, rows]
+            if _OLD in trainer._buffered_inputs[0]:  # computed again later, because other padding changes roundings
+                for batch in trainer._buffered_inputs:
+                    del batch[_OLD]
+                self._is_deferred = True
+        self._orders = [live_rows_last(part) for part in live.split(per_update, 1)]
+        self._reorder(self._orders)
+
+    def _can_share(self) -> bool:
+        """True if rows may move to other ranks, where prompts may have more padding on the left."""
+        trainer, batch = self.trainer, self.trainer._buffered_inputs[0]
+        rows = {name for name, x in batch.items() if not (x is None or (isinstance(x, Tensor) and x.ndim == 0))}
+        if trainer.accelerator.num_processes == 1 or rows - _ROWS or not self.skipping.crops:
+            return False
+        parallel = getattr(trainer.accelerator, "parallelism_config", None)
+        if any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("tp", "cp", "sp")):  # these ranks have equal rows
+            return False
+        if _OLD in batch and method_before(trainer, _GENERATE) is not getattr(GRPOTrainer, _GENERATE):
+            return False  # its old log-probs may be of another model
+        prompts = batch[_PROMPTS[0]]
+        widths = trainer.accelerator.gather(torch.tensor([prompts.shape[1]], device=prompts.device))
+        return bool((widths == widths[0]).all()) or positions_are_relative(trainer.model)
 
     def _move_rows_back(self) -> None:
-        orders = [order.argsort() for order in self._orders]
-        self.trainer._buffered_inputs = in_order(self.trainer._buffered_inputs, orders)
+        self._reorder([order.flatten().argsort().view_as(order) for order in self._orders])
         self._orders = []
+
+    def _reorder(self, orders: list[Tensor]) -> None:
+        """Put the rows of every optimizer step in an order, [ranks, rows]. One rank: rows stay on their rank."""
+        batches, moved = self.trainer._buffered_inputs, []
+        size = len(batches) // len(orders)
+        for i, order in enumerate(orders):
+            group = batches[i * size : (i + 1) * size]
+            # Before a rollout's first optimizer step, only some batches may have old log-probs. They are recomputed.
+            names = [name for name in group[0] if all(name in batch for batch in group)]
+            rows = {name: self._rows(name, [batch[name] for batch in group], order) for name in names}
+            moved += split_tensor_dict(rows, size)
+        self.trainer._buffered_inputs = moved
+
+    def _rows(self, name: str, values: list[Any], order: Tensor) -> Any:
+        """Join what batches have for a key, and put the rows in order. Numbers of a rollout have no rows."""
+        accelerator = self.trainer.accelerator
+        if values[0] is None or (isinstance(values[0], Tensor) and values[0].ndim == 0):
+            return values[0]
+        if not isinstance(values[0], Tensor):
+            rows = [row for value in values for row in value]
+            return [rows[i] for i in order[0].tolist()]
+        joined = torch.cat(values)
+        if len(order) == 1:
+            return joined[order[0]]
+        if joined.ndim > 1:
+            filled = self.trainer.processing_class.pad_token_id if name.endswith("_ids") else 0
+            joined = accelerator.pad_across_processes(joined, 1, filled, pad_first=name in _PROMPTS)
+        return accelerator.gather(joined)[order[accelerator.process_index]]
 
     def _steps_are_aligned(self) -> bool:
         """True if optimizer steps begin at multiples of gradient_accumulation_steps.

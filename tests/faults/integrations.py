@@ -374,8 +374,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "answers that run are spread over all micro-batches": (
         "live_rows_last",
-        "live_rows(batch, loss_type)",
-        "torch.zeros_like(live_rows(batch, loss_type))",
+        "live.flatten().int()",
+        "torch.zeros_like(live.flatten().int())",
         "trainers/trl_zero_advantage::test_live_answers_share_micro_batches[grpo]",
     ),
     "old log-probs that no batch gets": (

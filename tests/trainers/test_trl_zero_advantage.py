@@ -27,7 +27,13 @@ from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, restore_trainer
-from gspo_kernels.integrations.trl.zero_advantage import live_rows, loss_mask, skipping
+from gspo_kernels.integrations.trl.zero_advantage import (
+    LiveAnswers,
+    live_rows,
+    live_rows_last,
+    loss_mask,
+    skipping,
+)
 
 METHOD = "_get_per_token_logps_and_entropies"
 ADAM: dict[str, Any] = {**SEQUENCE, "optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 3e-3, "max_steps": 6}
@@ -219,6 +225,7 @@ def updates(trainer: Any, ours: bool) -> dict[str, Any]:
     """Train. Return gradient, log and rows per micro-batch of each optimizer step, and the weights."""
     gradients: list[Tensor] = []
     rows: list[int] = []
+    widths: list[int] = []
 
     class Record(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
@@ -228,6 +235,7 @@ def updates(trainer: Any, ours: bool) -> dict[str, Any]:
     def record(embeddings: Any, inputs: tuple[Tensor]) -> None:
         if torch.is_grad_enabled():
             rows.append(len(inputs[0]))
+            widths.append(inputs[0].shape[1])
 
     trainer.add_callback(Record())
     trainer.model.get_input_embeddings().register_forward_pre_hook(record)
@@ -236,7 +244,8 @@ def updates(trainer: Any, ours: bool) -> dict[str, Any]:
     trainer.train()
     micro = [rows[i : i + 4] for i in range(0, len(rows), 4)]
     logs = [{key: log[key] for key in ("loss", "grad_norm")} for log in steps_of(trainer)]
-    return {"gradients": gradients, "logs": logs, "rows": micro, "weights": whole(trainer.model.parameters())}
+    weights = whole(trainer.model.parameters())
+    return {"gradients": gradients, "logs": logs, "rows": micro, "widths": widths, "weights": weights}
 
 
 def same_updates(ours: dict[str, Any], stock: dict[str, Any], has_gradients: bool = True) -> None:
@@ -311,6 +320,7 @@ def shard(trainer: Any) -> None:
 
 
 RANK_DEAD = (((0,), (2,)), ((0, 1, 3), (0, 1, 2, 3)))  # for each rollout. In the second, all answers of rank 1 are dead
+PROMPTS = [{"prompt": "ab" + "c" * (i % 13)} for i in range(64)]  # of 2 to 14 tokens, so ranks have different padding
 
 
 # As in test_zero3.py, every parameter is partitioned.
@@ -333,9 +343,20 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
     for kind, of_kind in runs.items():
         for ours in (False, True):
             trainer = trainer_of(folder / str(rank), DeadGroups(*RANK_DEAD[rank]), **options)
+            trainer.train_dataset = datasets.Dataset.from_list(PROMPTS)
             if kind == "fsdp2":
                 shard(trainer)
-            of_kind.append(updates(trainer, ours))
+            with pytest.MonkeyPatch.context() as patch:
+                if kind == "old log-probs":  # TRL computes them with the rollout, as for vLLM's correction
+                    patch.setattr(LiveAnswers, "_can_defer", lambda self: False)
+                of_kind.append(updates(trainer, ours))
+            if ours:
+                moved, orders = trainer._buffered_inputs, trainer._gspo_live._orders
+                trainer._gspo_live._move_rows_back()  # as after an interrupted step
+                assert torch.stack([live_rows(x, "grpo") for x in trainer._buffered_inputs]).sum() == 12 * (1 - rank)
+                trainer._gspo_live._reorder(orders)
+                for batch, again in zip(moved, trainer._buffered_inputs, strict=True):
+                    assert all(torch.equal(x, again[name]) for name, x in batch.items())
             parameters = list(trainer.model.parameters())
             assert any(isinstance(p, DTensor) for p in parameters) == (kind == "fsdp2")
             assert any(hasattr(p, "ds_id") for p in parameters) == (kind == "zero3")
@@ -343,19 +364,43 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("ddp", "fsdp2"), ("zero3",)], ids="-".join)
-def test_live_answers_share_micro_batches_on_every_rank(
-    kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kinds", [("ddp", "fsdp2", "old log-probs"), ("zero3",)], ids="-".join)
+def test_ranks_share_live_answers(kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "zero3" in kinds:
         pytest.importorskip("deepspeed")
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     checkpoint(tmp_path / "model")
     run_ranks(rank_main, 2, tmp_path, kinds, deadline=480.0)
-    for rank, rows in enumerate(([[1, 4, 4, 4]] * 4, [[1, 1, 1, 4]] * 2 + [[1, 1, 1, 1]] * 2)):
-        for kind, (stock, ours) in torch.load(tmp_path / f"{rank}.pt").items():
-            assert ours["rows"] == rows, kind
+    runs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for kind in kinds:
+        assert runs[0][kind][0]["widths"] != runs[1][kind][0]["widths"]
+        for stock, ours in (run[kind] for run in runs):
+            assert ours["rows"] == [[1, 1, 4, 4]] * 2 + [[1, 1, 2, 4]] * 2, kind
             same_updates(ours, stock, has_gradients=kind != "zero3")
+
+
+def test_the_slowest_of_eight_ranks_runs_hardly_more_than_the_live_rows() -> None:
+    """Eight ranks have four groups of eight answers each, in eight micro-batches. Half of the groups are dead."""
+    ranks, batches, rows = 8, 8, 4
+    torch.manual_seed(0)
+
+    def slowest(live: Tensor) -> float:
+        """The share of rows that run if every micro-batch waits for the rank with the most."""
+        return live.sum(2).amax(0).sum().item() / (batches * rows)
+
+    shares = []
+    for _ in range(100):
+        live = (torch.rand(ranks, 4) < 0.5).repeat_interleave(8, 1)
+        live = torch.stack([row[torch.randperm(batches * rows)] for row in live]).view(ranks, batches, rows)
+        moved = [
+            torch.stack([x.flatten()[live_rows_last(x[None])[0]] for x in live]),
+            live.flatten()[live_rows_last(live)],
+        ]
+        alone, shared = (x.view(ranks, batches, rows) for x in moved)
+        assert alone.sum() == shared.sum() == live.sum() and torch.equal(alone.sum((1, 2)), live.sum((1, 2)))
+        shares.append([live.float().mean().item(), *map(slowest, (live, alone, shared))])
+    mean = torch.tensor(shares).mean(0)
+    torch.testing.assert_close(mean, torch.tensor([0.5, 0.93, 0.83, 0.51]), rtol=0.0, atol=0.02)
 
 
 def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(

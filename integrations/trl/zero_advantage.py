@@ -31,9 +31,12 @@ from .logs import method_before, replace_method
 
 _COMPUTE_LOSS, _GENERATE, _PREPARE = "_compute_loss", "_generate_and_score_completions", "_prepare_inputs"
 _OLD = "old_per_token_logps"  # TRL's key
-_PROMPTS, _ANSWERS = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
-# TRL's keys whose tensors have a row per answer. Answers with other keys stay on their rank.
-_ROWS = {*_PROMPTS, *_ANSWERS, _OLD, "advantages", "importance_sampling_ratio", "sampling_per_token_logps", "tool_mask"}
+_PROMPTS = ("prompt_ids", "prompt_mask")  # padded on the left
+# TRL's keys whose tensors have a row per answer. With other keys, answers stay on their rank.
+_KEYS = {
+    *_PROMPTS, "completion_ids", "completion_mask", "tool_mask", "advantages", _OLD, "sampling_per_token_logps",
+    "importance_sampling_ratio",
+}  # fmt: skip  # names
 
 
 class Skipping(NamedTuple):
@@ -278,7 +281,7 @@ class LiveAnswers:
         trainer, args = self.trainer, self.trainer.args
         is_aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
         needs_all = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-        is_trls = all(method_before(trainer, name) is getattr(GRPOTrainer, name) for name in (_GENERATE, _PREPARE))
+        is_trls = self._generates_as_trl() and method_before(trainer, _PREPARE) is getattr(GRPOTrainer, _PREPARE)
         return is_trls and not is_aligned and not needs_all
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -289,7 +292,8 @@ class LiveAnswers:
             return inputs
         if trainer._buffered_inputs is not previous:
             self._orders = []
-            self._move_live_rows()
+            has_moved = self._move_live_rows()
+            self._forget_old_log_probs(has_moved)
         elif self._orders and not self._steps_are_aligned():
             self._move_rows_back()
         inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
@@ -299,43 +303,67 @@ class LiveAnswers:
                     batch[_OLD] = self._old_log_probs(batch)
         return inputs
 
-    def _move_live_rows(self) -> None:
-        """Move the live rows of a new rollout to the last batches of their optimizer steps, evenly on all ranks."""
+    def _move_live_rows(self) -> bool:
+        """Move the live rows of a new rollout to the last batches of their optimizer steps, evenly on all ranks.
+
+        Returns:
+            True if rows have moved to other ranks.
+        """
         trainer, args = self.trainer, self.trainer.args
         if not (self.skipping.moves and self._skips() and self._steps_are_aligned()):
-            return
+            return False
         per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         live = torch.stack([live_rows(batch, trainer.loss_type) for batch in trainer._buffered_inputs])[None]
+        shares = False
         if self._can_share():
-            live = trainer.accelerator.gather(live.int()).bool()  # [ranks, batches, rows]
-            if _OLD in trainer._buffered_inputs[0]:  # computed again later, because other padding changes roundings
-                for batch in trainer._buffered_inputs:
-                    del batch[_OLD]
-                self._is_deferred = True
+            of_all = trainer.accelerator.gather(live.int())  # [ranks, batches, rows]
+            counts = of_all.unflatten(1, (-1, per_update)).sum((2, 3))  # [ranks, optimizer steps]
+            alone, shared = counts.amax(0), -(-counts.sum(0) // len(counts))  # rows of the slowest rank
+            again = shared[1:].sum() if _OLD in trainer._buffered_inputs[0] else 0  # rows of `_forget_old_log_probs`
+            shares = bool(3 * (alone - shared).sum() > again)  # a forward and backward take as long as three forwards
+            live = of_all.bool() if shares else live
         self._orders = [live_rows_last(part) for part in live.split(per_update, 1)]
         self._reorder(self._orders)
+        return shares
 
     def _can_share(self) -> bool:
         """True if rows may move to other ranks, where prompts may have more padding on the left."""
         trainer, batch = self.trainer, self.trainer._buffered_inputs[0]
-        rows = {name for name, x in batch.items() if not (x is None or (isinstance(x, Tensor) and x.ndim == 0))}
-        if trainer.accelerator.num_processes == 1 or rows - _ROWS or not self.skipping.crops:
+        keys = {name for name, x in batch.items() if not (x is None or (isinstance(x, Tensor) and x.ndim == 0))}
+        if trainer.accelerator.num_processes == 1 or keys - _KEYS or not self.skipping.crops:
             return False
         parallel = getattr(trainer.accelerator, "parallelism_config", None)
         if any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("tp", "cp", "sp")):  # these ranks have equal rows
             return False
-        if _OLD in batch and method_before(trainer, _GENERATE) is not getattr(GRPOTrainer, _GENERATE):
-            return False  # its old log-probs may be of another model
+        if _OLD in batch and not self._generates_as_trl():
+            return False
         prompts = batch[_PROMPTS[0]]
         widths = trainer.accelerator.gather(torch.tensor([prompts.shape[1]], device=prompts.device))
         return bool((widths == widths[0]).all()) or positions_are_relative(trainer.model)
+
+    def _generates_as_trl(self) -> bool:
+        """True if old log-probs, if there are any, are those of the model when it generated the rollout."""
+        return method_before(self.trainer, _GENERATE) is getattr(GRPOTrainer, _GENERATE)
+
+    def _forget_old_log_probs(self, everywhere: bool) -> None:
+        """Remove old log-probs that TRL has computed with other rows and padding than training has.
+
+        Other rows and padding change roundings, and so the ratios of the first optimizer step, which are 1. There, the
+        new log-probs are the old ones. `everywhere`: those of later steps are removed too, and computed again.
+        """
+        trainer = self.trainer
+        if self._skips() and self._generates_as_trl() and _OLD in trainer._buffered_inputs[0]:
+            left = trainer.args.gradient_accumulation_steps - (trainer._step - self._first.number)
+            for batch in trainer._buffered_inputs[: None if everywhere else left]:
+                del batch[_OLD]
+            self._is_deferred = True
 
     def _move_rows_back(self) -> None:
         self._reorder([order.flatten().argsort().view_as(order) for order in self._orders])
         self._orders = []
 
     def _reorder(self, orders: list[Tensor]) -> None:
-        """Put the rows of every optimizer step in an order, [ranks, rows]. One rank: rows stay on their rank."""
+        """Put the rows of every optimizer step in an order, [ranks, rows], or [1, rows] of this rank's rows."""
         batches, moved = self.trainer._buffered_inputs, []
         size = len(batches) // len(orders)
         for i, order in enumerate(orders):

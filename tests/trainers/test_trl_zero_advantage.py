@@ -443,6 +443,24 @@ def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
             assert torch.equal(trainer._gspo_live._old_log_probs(after | {"old_per_token_logps": old}), old)
 
 
+def test_ratios_of_the_first_step_are_1_if_trl_has_computed_old_log_probs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for vLLM's correction, where TRL computes them for all answers, with their padding."""
+    monkeypatch.setattr(LiveAnswers, "_can_defer", lambda self: False)
+    trainer = trainer_of(tmp_path, Prompts(0.5), gradient_accumulation_steps=2, num_iterations=2, max_steps=4)
+    accelerate_trainer(trainer)
+    seen, loss = [], trainer._compute_loss
+
+    def compute_loss(model: Any, inputs: Any) -> Any:
+        seen.append("old_per_token_logps" in inputs)
+        return loss(model, inputs)
+
+    trainer._compute_loss = compute_loss
+    trainer.train()
+    assert seen == [False, False, *[True] * 6]
+
+
 @pytest.mark.parametrize("dead", [1, 2])
 def test_old_log_probs_far_below_the_new_ones_make_no_nan(dead: int, tmp_path: Path) -> None:
     trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.0), importance_sampling_level="token"))

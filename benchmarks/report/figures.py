@@ -198,7 +198,7 @@ def draw_readme(trainer: Results, precision: Results, path: Path) -> None:
     full, ours = wrong[NAIVE], wrong[OURS]
     figure.suptitle(
         f"In bf16, full logits get {full:.2g}% of GSPO's clip decisions wrong, gspo_kernels {ours:.2g}%,\n"
-        f"with {share:.0%} of the memory of TRL 1.16. The body of the model causes the rest.",
+        f"with {share:.0%} of the memory of TRL 1.16. Most of the rest comes from the model's body.",
         fontsize=13,
         weight="bold",
     )

@@ -37,7 +37,7 @@ PRECISION_BLOCK = """{bodies}
 
 - **{for_bf16}.**
 - **{for_fp16}.**
-- {larger}.
+- {larger}. [How](../benchmarks.md#clip-decisions-of-whole-models-nvidia-h200).
 - {alone}."""
 Draw = Callable[..., None]  # of the results of each source, and the path of the figure
 

@@ -231,11 +231,12 @@ def rounding(first: Results) -> dict[str, str]:
     return {
         "bodies": table(("body of the model", *names.values()), rows),
         "for_bf16": f"In bf16 (autocast), full logits get {half[NAIVE]:.2g}% of the clip decisions wrong, gspo_kernels "
-        f"{half[OURS]:.2g}%. Nearly all of the rest is rounding in the body",
+        f"{half[OURS]:.2g}%. Most of the rest is rounding in the body",
         "for_fp16": f"In fp16 (autocast), it is {best[NAIVE]:.2g}% and {best[OURS]:.2g}%",
         "alone": f"For the same bf16 hidden states, the head alone gets {alone[NAIVE]:.2g}% wrong with full logits and "
         f"{alone[OURS]:.1g}% with gspo_kernels",
-        "larger": f"A larger model on an H200 ({larger['layers']} layers, H = {larger['H']:,}), after larger updates: "
+        "larger": f"A larger model on an H200 ({larger['layers']} layers, H = {larger['H']:,}), after updates that "
+        + "were too large: "
         + ", ".join(f"{x[NAIVE]:.2g}% and {x[OURS]:.2g}% in {body[:4]}" for body, x in there.items()),
         "of_model": f"a Qwen3 with {of['layers']} layers, H = {of['H']:,} and V = {of['V']:,}, trained on source code",
     }

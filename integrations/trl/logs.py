@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 
 from gspo_kernels.inputs.lm_head import take_apart
 from gspo_kernels.validation import Checks, Unquoted, dtype_name
@@ -23,7 +24,10 @@ def print_settings(place: str, trainer: Any, head: FusedHead, settings: Backward
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:
         device = trainer.accelerator.device
-        autocast = _AUTOCAST.get(trainer.accelerator.mixed_precision)
+        accelerator = trainer.accelerator
+        # fp16=True does nothing on a CPU. DeepSpeed casts the weights.
+        casts = accelerator.native_amp or accelerator.distributed_type == DistributedType.DEEPSPEED
+        autocast = _AUTOCAST.get(accelerator.mixed_precision) if casts else None
         dtype = autocast or take_apart(head.head).linear.weight.dtype
         backend = describe_backend(place, device, dtype)
         cast = f", cast to {dtype_name(dtype)}" if autocast else ""

@@ -125,7 +125,8 @@ def trained_model(ids: Tensor, size: Size) -> tuple[Model, float]:
     options: Record = dict(vocab_size=size.vocab, hidden_size=size.width, intermediate_size=3 * size.width)
     options |= dict(num_attention_heads=heads, num_key_value_heads=max(heads // 2, 1), head_dim=64)
     options |= dict(num_hidden_layers=size.layers, max_position_embeddings=2048, tie_word_embeddings=True)
-    model: Model = Qwen3ForCausalLM(Qwen3Config(**options)).to(ids.device)
+    model: Model = Qwen3ForCausalLM(Qwen3Config(**options))
+    model.to(ids.device)
     fastest = 2e-3 * 256 / size.width  # learning rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=fastest, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, fastest, total_steps=size.steps + 1, pct_start=0.1)

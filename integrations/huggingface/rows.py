@@ -7,6 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# transformers' types of models with RoPE, without recurrences, convolutions or other terms that depend on positions.
+RELATIVE_POSITIONS = {
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama",
+    "minimax_m2", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3",
+    "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+}  # fmt: skip  # names
+
 
 def live_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     """Find the unmasked tokens whose advantage is not 0. Returns bool [B, T].
@@ -44,12 +52,10 @@ def separate_experts(model: nn.Module) -> str | None:
 
 
 def positions_are_relative(model: nn.Module) -> bool:
-    """True if padding on the left changes the log-probs of a row by rounding only, as with RoPE."""
+    """True if padding on the left is known to change the log-probs of a row by rounding only."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    has_rope = any(name.endswith("rotary_emb") for name, _ in model.named_modules())
-    absolute = ("attention_chunk_size", "attn_temperature_tuning")  # Llama 4
-    return has_rope and not any(getattr(text, key, None) for key in absolute)
+    return getattr(text, "model_type", None) in RELATIVE_POSITIONS
 
 
 def rope_of_longest_row(model: nn.Module) -> str | None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import ProcessorMixin, TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
@@ -30,6 +31,7 @@ from .config import LOSS_TYPES, METHOD
 from .logs import method_before, replace_method
 
 _COMPUTE_LOSS, _GENERATE, _PREPARE = "_compute_loss", "_generate_and_score_completions", "_prepare_inputs"
+_SAMPLE = "_generate"
 _OLD = "old_per_token_logps"  # TRL's key
 _PROMPTS = ("prompt_ids", "prompt_mask")  # padded on the left
 # TRL's keys whose tensors have a row per answer. With other keys, answers stay on their rank.
@@ -148,12 +150,18 @@ def live_rows_last(live: Tensor) -> Tensor:
     return order.view(len(live), -1)
 
 
-class _FirstMicroBatch(TrainerCallback):
-    """Records TRL's number of the micro-batch with which the present optimizer step began."""
+class _Steps(TrainerCallback):
+    """Records where the present optimizer step and the present rollout began."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, forget: Callable[[], None]) -> None:
         self.trainer = trainer
-        self.number = 0
+        self.forget = forget
+        self.number = 0  # TRL's number of the first micro-batch of the optimizer step
+        self.generated = 0  # optimizer steps before the rollout
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if 0 < state.global_step != self.generated:  # a checkpoint with other weights than the rollout's
+            self.forget()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.number = self.trainer._step
@@ -175,16 +183,18 @@ class LiveAnswers:
         self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
         self._log_probs: Tensor | None = None  # the latest, [B, C]
         self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch
-        self._is_rollout = False  # the next log-probs are those of a rollout, which are computed later
+        self._defers = False  # the old log-probs of the rollout that is being made are computed later
+        self._is_rollout = False  # the next log-probs are these old log-probs
         self._is_deferred = False  # the old log-probs of this rollout are computed later
         self._orders: list[Tensor] = []  # of the rows of each optimizer step of this rollout, by `live_rows_last`
-        self._first = _FirstMicroBatch(trainer)
-        trainer.add_callback(self._first)
+        self._steps = _Steps(trainer, self._forget_rollout)
+        trainer.add_callback(self._steps)
         self._replaced: dict[str, Any] = {}
         for name, ours in {
             _COMPUTE_LOSS: self._compute_loss,
             METHOD: self._compute_log_probs,
             _GENERATE: self._generate,
+            _SAMPLE: self._sample,
             _PREPARE: self._prepare_inputs,
         }.items():
             self._replaced[name] = getattr(trainer, name)
@@ -267,13 +277,19 @@ class LiveAnswers:
         if not self.trainer.model.training:
             return self._replaced[_GENERATE](inputs)
         self._is_deferred = False
-        self._is_rollout = self._skips() and self._can_defer()
+        self._defers = self._skips() and self._can_defer()
+        self._steps.generated = self.trainer.state.global_step
         try:
             output = self._replaced[_GENERATE](inputs)
         finally:
-            self._is_rollout = False
+            self._defers = self._is_rollout = False
         if self._is_deferred:
             del output[_OLD]
+        return output
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._replaced[_SAMPLE](*args, **kwargs)  # a rollout_func may compute log-probs, too
+        self._is_rollout = self._defers
         return output
 
     def _can_defer(self) -> bool:
@@ -315,7 +331,7 @@ class LiveAnswers:
         per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         live = torch.stack([live_rows(batch, trainer.loss_type) for batch in trainer._buffered_inputs])[None]
         shares = False
-        if self._can_share():
+        if trainer.accelerator.num_processes > 1 and self._can_share():
             of_all = trainer.accelerator.gather(live.int())  # [ranks, batches, rows]
             counts = of_all.unflatten(1, (-1, per_update)).sum((2, 3))  # [ranks, optimizer steps]
             alone, shared = counts.amax(0), -(-counts.sum(0) // len(counts))  # rows of the slowest rank
@@ -327,19 +343,18 @@ class LiveAnswers:
         return shares
 
     def _can_share(self) -> bool:
-        """True if rows may move to other ranks, where prompts may have more padding on the left."""
+        """True if rows may move to other ranks, where prompts may have more padding on the left. All ranks must ask."""
         trainer, batch = self.trainer, self.trainer._buffered_inputs[0]
-        keys = {name for name, x in batch.items() if not (x is None or (isinstance(x, Tensor) and x.ndim == 0))}
-        if trainer.accelerator.num_processes == 1 or keys - _KEYS or not self.skipping.crops:
-            return False
+        rows = {name: x for name, x in batch.items() if not (x is None or (isinstance(x, Tensor) and x.ndim == 0))}
         parallel = getattr(trainer.accelerator, "parallelism_config", None)
-        if any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("tp", "cp", "sp")):  # these ranks have equal rows
-            return False
-        if _OLD in batch and not self._generates_as_trl():
-            return False
-        prompts = batch[_PROMPTS[0]]
-        widths = trainer.accelerator.gather(torch.tensor([prompts.shape[1]], device=prompts.device))
-        return bool((widths == widths[0]).all()) or positions_are_relative(trainer.model)
+        can = self.skipping.crops and all(name in _KEYS and isinstance(x, Tensor) for name, x in rows.items())
+        can = can and not any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("tp", "cp", "sp"))  # equal rows
+        can = can and (_OLD not in batch or self._generates_as_trl())
+        kinds = [(name, str(rows[name].dtype), rows[name].ndim) for name in sorted(rows)] if can else None
+        every = gather_object([(kinds, rows[_PROMPTS[0]].shape[1] if can else 0)])
+        widths = {width for _, width in every}
+        is_alike = kinds is not None and all(other == kinds for other, _ in every)
+        return is_alike and (len(widths) == 1 or positions_are_relative(trainer.model))
 
     def _generates_as_trl(self) -> bool:
         """True if old log-probs, if there are any, are those of the model when it generated the rollout."""
@@ -353,7 +368,7 @@ class LiveAnswers:
         """
         trainer = self.trainer
         if self._skips() and self._generates_as_trl() and _OLD in trainer._buffered_inputs[0]:
-            left = trainer.args.gradient_accumulation_steps - (trainer._step - self._first.number)
+            left = trainer.args.gradient_accumulation_steps - (trainer._step - self._steps.number)
             for batch in trainer._buffered_inputs[: None if everywhere else left]:
                 del batch[_OLD]
             self._is_deferred = True
@@ -369,7 +384,7 @@ class LiveAnswers:
         for i, order in enumerate(orders):
             group = batches[i * size : (i + 1) * size]
             # Before a rollout's first optimizer step, only some batches may have old log-probs. They are recomputed.
-            names = [name for name in group[0] if all(name in batch for batch in group)]
+            names = sorted(name for name in group[0] if all(name in batch for batch in group))
             rows = {name: self._rows(name, [batch[name] for batch in group], order) for name in names}
             moved += split_tensor_dict(rows, size)
         self.trainer._buffered_inputs = moved
@@ -387,7 +402,8 @@ class LiveAnswers:
             return joined[order[0]]
         if joined.ndim > 1:
             filled = self.trainer.processing_class.pad_token_id if name.endswith("_ids") else 0
-            joined = accelerator.pad_across_processes(joined, 1, filled, pad_first=name in _PROMPTS)
+            padded = accelerator.pad_across_processes(joined, 1, filled, pad_first=name in _PROMPTS)
+            joined = padded.to(joined.dtype)  # accelerate makes int64 of bool if it pads
         return accelerator.gather(joined)[order[accelerator.process_index]]
 
     def _steps_are_aligned(self) -> bool:
@@ -396,7 +412,7 @@ class LiveAnswers:
         Rows may move only then, because otherwise they would move to another step. Steps begin elsewhere after
         training was interrupted within a step, or after an epoch that ended within one.
         """
-        return self._first.number % self.trainer.args.gradient_accumulation_steps == 0
+        return self._steps.number % self.trainer.args.gradient_accumulation_steps == 0
 
     def _old_log_probs(self, batch: Mapping[str, Any]) -> Tensor:
         """Compute the log-probs [B, C] of a batch with the present weights."""
@@ -405,12 +421,21 @@ class LiveAnswers:
         with torch.no_grad(), disable_gradient_checkpointing(model, checkpointing):
             return self._run_live_rows(batch, model, ids, attended)[0]
 
-    def leave(self) -> None:
-        """Remove the callback. Make TRL generate a new rollout if the present one has no old log-probs yet."""
-        self.trainer.remove_callback(self._first)
+    def _forget_rollout(self) -> None:
+        """Make TRL generate a new rollout if the present one has no old log-probs yet."""
         buffered = self.trainer._buffered_inputs
-        if self._is_deferred and buffered is not None and any(_OLD not in batch for batch in buffered):
+        if buffered is not None and self._is_deferred and any(_OLD not in batch for batch in buffered):
             self.trainer._buffered_inputs = None
+
+    def leave(self) -> None:
+        """Remove the callback, and leave a rollout that TRL can go on with."""
+        self.trainer.remove_callback(self._steps)
+        self._forget_rollout()
+        if self._orders and self.trainer._buffered_inputs is not None:
+            if len(self._orders[0]) > 1:  # rows of other ranks, which may not leave now
+                self.trainer._buffered_inputs = None
+            else:
+                self._move_rows_back()
 
 
 class EqualRewards:

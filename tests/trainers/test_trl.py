@@ -145,7 +145,7 @@ def test_fp16_training_is_close_to_fp32_training(tmp_path: Path) -> None:
     logs, moved = [], []
     for number, (kind, fp16) in enumerate([(GSPOTrainer, False), (GSPOTrainer, True), (GRPOTrainer, True)]):
         folder = tmp_path / str(number)
-        fixed = partial(kind, rollout_func=fixed_answers)  # sampled answers can differ after rounding
+        fixed: Any = partial(kind, rollout_func=fixed_answers)  # sampled answers can differ after rounding
         trainer = make_trainer(fixed, checkpoint(folder / "model"), folder, fp16=fp16, **options)
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.train()

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
+from gspo_kernels.integrations.huggingface.rows import RELATIVE_POSITIONS, positions_are_relative
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, restore_trainer
 from gspo_kernels.integrations.trl.zero_advantage import (
     LiveAnswers,
@@ -61,6 +62,15 @@ CASES: dict[str, tuple[float, dict[str, Any]]] = {
     "four micro-batches per update": (0.5, {"gradient_accumulation_steps": 4, "steps_per_generation": 8}),
     "bnpo, tool mask": (0.5, {"loss_type": "bnpo", "tool_mask": True}),
 }
+
+
+# A model of any of these types, with few parameters.
+SMALL: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip  # numbers
 
 
 class Prompts:
@@ -267,16 +277,16 @@ def test_live_answers_share_micro_batches(loss_type: str, tmp_path: Path) -> Non
     same_updates(ours, stock)
 
 
-class AtFirstSubstep(transformers.TrainerCallback):
-    """Calls a function after the first micro-batch."""
+class AtSubstep(transformers.TrainerCallback):
+    """Calls a function after the first micro-batch of an optimizer step, which has two."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], step: int = 1) -> None:
         self.function = function
-        self.calls = 0
+        self.left = step
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        self.calls += 1
-        if self.calls == 1:
+        self.left -= 1
+        if self.left == 0:
             self.function()
 
 
@@ -291,10 +301,62 @@ def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(tmp_path: Path
         trainer = trainer_of(tmp_path, DeadGroups((0, 2, 4, 6)), **options)
         if ours:
             accelerate_trainer(trainer, skip_zero_advantage=True)
-        trainer.add_callback(AtFirstSubstep(stop))
+        trainer.add_callback(AtSubstep(stop))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         trainer.train()  # optimizer steps now begin at odd micro-batches
+        weights.append(whole(trainer.model.parameters()))
+    torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def test_stock_trl_goes_on_with_an_interrupted_step_after_restoring(tmp_path: Path) -> None:
+    weights = []
+    for ours in (False, True):
+        options = {"gradient_accumulation_steps": 2, "steps_per_generation": 8, "max_steps": 6, "max_grad_norm": 1e9}
+        trainer = trainer_of(tmp_path, DeadGroups((0, 2, 4, 6)), **options)
+        if ours:
+            accelerate_trainer(trainer, skip_zero_advantage=True)
+        trainer.add_callback(AtSubstep(stop, 2))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        (restore_trainer(trainer) if ours else trainer).train()
+        weights.append(whole(trainer.model.parameters()))
+    torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def test_old_log_probs_are_not_computed_with_the_weights_of_an_older_checkpoint(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of(tmp_path, Prompts(0.0), **options)
+    accelerate_trainer(trainer)
+    trainer.add_callback(AtSubstep(stop, 3))  # in the first step of the second rollout
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    rollout = trainer._buffered_inputs
+    for number, is_kept in ((2, True), (1, False)):
+        trainer.state.global_step = number
+        trainer._gspo_live._steps.on_train_begin(trainer.args, trainer.state, trainer.control)
+        assert (trainer._buffered_inputs is rollout) == is_kept
+
+
+def test_log_probs_of_a_rollout_func_are_computed(tmp_path: Path) -> None:
+    """A rollout_func may compute log-probs with the trainer, before TRL computes the old ones."""
+    weights = []
+    for ours in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        found: list[Tensor] = []
+
+        def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+            ids = torch.randint(2, 10, (len(prompts), 5), generator=generator)  # noqa: B023 - called in this round
+            found.append(getattr(trainer, METHOD)(trainer.model, ids, torch.ones_like(ids), 3)[0].detach())  # noqa: B023
+            answers = {"prompt_ids": ids[:, :2].tolist(), "completion_ids": ids[:, 2:].tolist()}
+            return answers | {"logprobs": found[-1].tolist()}  # noqa: B023
+
+        trainer = trainer_of(tmp_path, DeadGroups((0, 2)), num_iterations=2, max_steps=4)
+        trainer.rollout_func = rollout
+        if ours:
+            accelerate_trainer(trainer, skip_zero_advantage=True)
+        trainer.train()
+        assert found and all((log_probs < 0).all() for log_probs in found)
         weights.append(whole(trainer.model.parameters()))
     torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
@@ -304,7 +366,7 @@ def test_an_evaluation_within_an_optimizer_step_keeps_old_log_probs(tmp_path: Pa
     for ours in (False, True):
         trainer = trainer_of(tmp_path, DeadGroups((0, 2)), **FOUR_MICRO_BATCHES)
         trainer.eval_dataset = trainer.train_dataset
-        trainer.add_callback(AtFirstSubstep(trainer.evaluate))
+        trainer.add_callback(AtSubstep(trainer.evaluate))
         runs.append(updates(trainer, ours)["weights"])
     torch.testing.assert_close(runs[1], runs[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
@@ -334,6 +396,25 @@ ZERO3 = {
 }
 
 
+def check_moves(trainer: Any, rank: int) -> None:
+    """Move the rows of a trained rollout back, as after an interrupted step, and move them again."""
+    live, moved = trainer._gspo_live, trainer._buffered_inputs
+    orders = live._orders
+    live._move_rows_back()
+    assert torch.stack([live_rows(x, "grpo") for x in trainer._buffered_inputs]).sum() == 12 * (1 - rank)
+    live._reorder(orders)
+    for batch, again in zip(moved, trainer._buffered_inputs, strict=True):
+        assert all(torch.equal(x, again[name]) for name, x in batch.items())
+    # TRL makes a bool mask of a rollout_func's bools, and accelerate pads it with int64, but on one rank only.
+    mask = torch.ones(16, 3 + rank, dtype=torch.bool)
+    shared = live._rows("tool_mask", [mask], orders[0])
+    assert shared.dtype == torch.bool and shared.sum() + 16 - shared[:, 3].sum() == shared.numel()
+    assert live._can_share()
+    if rank == 0:
+        trainer._buffered_inputs[0]["tool_mask"] = mask
+    assert not live._can_share()
+
+
 def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
     runs: dict[str, list[Any]] = {kind: [] for kind in kinds}
     options: dict[str, Any] = {**FOUR_MICRO_BATCHES, "model": str(folder / "model")}
@@ -351,12 +432,7 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
                     patch.setattr(LiveAnswers, "_can_defer", lambda self: False)
                 of_kind.append(updates(trainer, ours))
             if ours:
-                moved, orders = trainer._buffered_inputs, trainer._gspo_live._orders
-                trainer._gspo_live._move_rows_back()  # as after an interrupted step
-                assert torch.stack([live_rows(x, "grpo") for x in trainer._buffered_inputs]).sum() == 12 * (1 - rank)
-                trainer._gspo_live._reorder(orders)
-                for batch, again in zip(moved, trainer._buffered_inputs, strict=True):
-                    assert all(torch.equal(x, again[name]) for name, x in batch.items())
+                check_moves(trainer, rank)
             parameters = list(trainer.model.parameters())
             assert any(isinstance(p, DTensor) for p in parameters) == (kind == "fsdp2")
             assert any(hasattr(p, "ds_id") for p in parameters) == (kind == "zero3")
@@ -459,6 +535,30 @@ def test_ratios_of_the_first_step_are_1_if_trl_has_computed_old_log_probs(
     trainer._compute_loss = compute_loss
     trainer.train()
     assert seen == [False, False, *[True] * 6]
+
+
+@pytest.mark.parametrize("name", sorted(RELATIVE_POSITIONS))
+def test_padding_on_the_left_changes_roundings_only(name: str) -> None:
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = transformers.CONFIG_MAPPING[name](**SMALL)
+    torch.manual_seed(0)
+    model: Any = mapping[type(config)](config).eval()
+    assert positions_are_relative(model) and not positions_are_relative(nn.Linear(1, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4) if p.ndim > 1 else None
+    ids = torch.randint(2, SMALL["vocab_size"], (2, 14))
+    log_probs = []
+    for padding in (0, 1, 3, 9):
+        padded, mask = (nn.functional.pad(x, (padding, 0)) for x in (ids, torch.ones_like(ids)))
+        with torch.no_grad():
+            out = model(input_ids=padded, attention_mask=mask, use_cache=False)
+        log_probs.append(out.logits[:, padding:].log_softmax(-1))
+    assert log_probs[0].std() > 0.01
+    for x in log_probs[1:]:
+        torch.testing.assert_close(x, log_probs[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 @pytest.mark.parametrize("dead", [1, 2])

@@ -225,7 +225,8 @@ def test_the_sentence_follows_from_the_intervals() -> None:
     runs |= {"gspo + replay": runs_of((1.0, slow)), "grpo + replay": runs_of((1.0, near))}
     expected = "Replay slows down GSPO, and has no decided effect on GRPO. "
     assert compare_report.verdicts({**results, "study": "moe", "runs": runs})["replay"].startswith(expected)
-    expected = "The mean held-out reward differs from fp32's with GSPO + replay. Changes below "
+    expected = "The mean held-out reward differs from fp32's with GSPO + replay: "
+    expected += "1 of 2 intervals exclude 0, and by chance 0.1 would. Changes below "
     assert compare_report.verdicts({**results, "study": "rounding", "runs": runs})["rounding"].startswith(expected)
     gap = compare_report.gap([0.3, 0.4, 0.4], [0.25, 0.35, 0.3])
     assert gap["95 %"] == pytest.approx([0.2 / 3 - 4.303 * 0.05 / 3, 0.2 / 3 + 4.303 * 0.05 / 3])

@@ -62,7 +62,7 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: fl
 
 
 def liger_scaled_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run the log-prob function that Liger offers for reinforcement learning: on Hopper, kernels in CuTe DSL."""
+    """Run Liger's log-prob function for reinforcement learning. On Hopper, its kernels are written in CuTe DSL."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
     return -LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, ids)

@@ -253,7 +253,7 @@ def print_results(results: Record) -> None:
         works = ranked(group["results"])
         tried = sum("config" in r for r in group["results"])
         shapes = f", {len(works)} of {tried} block shapes work, the fastest:" if tried else ""
-        print(f"\n{name}: {GROUPS[name].what}{', FAILED' if group['fault'] else ''}{shapes}")
+        print(f"\n{name}: {GROUPS[name.partition(',')[0]].what}{', FAILED' if group['fault'] else ''}{shapes}")
         for r in works[:10] + [r for r in group["results"] if "config" not in r]:
             notes = [f"{1e3 * r['seconds']:10.3f} ms"] if "seconds" in r else []
             notes += [f"{r[k]:.4g} {k}" for k in ("TFLOP/s", "TB/s") if k in r]

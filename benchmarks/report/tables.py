@@ -310,7 +310,7 @@ def long(results: Results) -> dict[str, Any]:
 
 
 def compared(results: Results, name: str) -> Results:
-    """The implementations that a group compares, by name, without those that were not measured.
+    """Map names to the records of the implementations that a group has measured.
 
     A package that was measured only in the group's earlier run keeps that record.
     """

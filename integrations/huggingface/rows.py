@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# transformers' types of models with RoPE, without recurrences, convolutions or other terms that depend on positions.
+# Values of `model_type` in transformers. These models use positions for RoPE only: they have no recurrence, no
+# convolution, and no scale that depends on the position.
 RELATIVE_POSITIONS = {
     "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text",
     "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama",

@@ -309,7 +309,7 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
     "max_new_tokens": 512,
 }
-# LoRA's best learning rate is about ten times that of full fine-tuning, also in RL. Source: "LoRA Without Regret"
+# LoRA's best learning rate is about ten times that of full fine-tuning, in RL too. Source: "LoRA Without Regret"
 # (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
 LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-5}
 

@@ -133,8 +133,9 @@ def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
 
 
 def live_rows_last(live: Tensor) -> Tensor:
-    """Order the rows of an optimizer step so that live rows are in its last micro-batches, equally many on each rank.
+    """Order the rows of an optimizer step: live rows go to its last micro-batches, and are shared evenly by the ranks.
 
+    The numbers of live rows of two ranks differ by at most 1.
     Last is better than first: ranks exchange gradients during the backward of the last micro-batch, which hides more of
     it if the micro-batch is large. Otherwise rows stay in their order.
 
@@ -151,7 +152,7 @@ def live_rows_last(live: Tensor) -> Tensor:
 
 
 class _Steps(TrainerCallback):
-    """Records where the present optimizer step and the present rollout began."""
+    """Records where the current optimizer step and the current rollout began."""
 
     def __init__(self, trainer: Any, forget: Callable[[], None]) -> None:
         self.trainer = trainer
@@ -347,9 +348,12 @@ class LiveAnswers:
         trainer, batch = self.trainer, self.trainer._buffered_inputs[0]
         rows = {name: x for name, x in batch.items() if not (x is None or (isinstance(x, Tensor) and x.ndim == 0))}
         parallel = getattr(trainer.accelerator, "parallelism_config", None)
-        can = self.skipping.crops and all(name in _KEYS and isinstance(x, Tensor) for name, x in rows.items())
-        can = can and not any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("tp", "cp", "sp"))  # equal rows
-        can = can and (_OLD not in batch or self._generates_as_trl())
+        can = (
+            self.skipping.crops
+            and all(name in _KEYS and isinstance(x, Tensor) for name, x in rows.items())
+            and not any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("tp", "cp", "sp"))  # equal rows
+            and (_OLD not in batch or self._generates_as_trl())
+        )
         kinds = [(name, str(rows[name].dtype), rows[name].ndim) for name in sorted(rows)] if can else None
         every = gather_object([(kinds, rows[_PROMPTS[0]].shape[1] if can else 0)])
         widths = {width for _, width in every}
@@ -357,7 +361,7 @@ class LiveAnswers:
         return is_alike and (len(widths) == 1 or positions_are_relative(trainer.model))
 
     def _generates_as_trl(self) -> bool:
-        """True if old log-probs, if there are any, are those of the model when it generated the rollout."""
+        """True if TRL's own code makes the rollout, so that its old log-probs come from the model that generated it."""
         return method_before(self.trainer, _GENERATE) is getattr(GRPOTrainer, _GENERATE)
 
     def _forget_old_log_probs(self, everywhere: bool) -> None:
@@ -378,12 +382,15 @@ class LiveAnswers:
         self._orders = []
 
     def _reorder(self, orders: list[Tensor]) -> None:
-        """Put the rows of every optimizer step in an order, [ranks, rows], or [1, rows] of this rank's rows."""
+        """Reorder the rows of each optimizer step.
+
+        `orders` has one order per step: [ranks, rows] if rows change ranks, otherwise [1, rows].
+        """
         batches, moved = self.trainer._buffered_inputs, []
         size = len(batches) // len(orders)
         for i, order in enumerate(orders):
             group = batches[i * size : (i + 1) * size]
-            # Before a rollout's first optimizer step, only some batches may have old log-probs. They are recomputed.
+            # Until the first optimizer step of a rollout, some batches may lack old log-probs. Then all are recomputed.
             names = sorted(name for name in group[0] if all(name in batch for batch in group))
             rows = {name: self._rows(name, [batch[name] for batch in group], order) for name in names}
             moved += split_tensor_dict(rows, size)
@@ -407,7 +414,7 @@ class LiveAnswers:
         return accelerator.gather(joined)[order[accelerator.process_index]]
 
     def _steps_are_aligned(self) -> bool:
-        """True if optimizer steps begin at multiples of gradient_accumulation_steps.
+        """True if the optimizer step began at a micro-batch whose number is a multiple of gradient_accumulation_steps.
 
         Rows may move only then, because otherwise they would move to another step. Steps begin elsewhere after
         training was interrupted within a step, or after an epoch that ended within one.
@@ -422,7 +429,7 @@ class LiveAnswers:
             return self._run_live_rows(batch, model, ids, attended)[0]
 
     def _forget_rollout(self) -> None:
-        """Make TRL generate a new rollout if the present one has no old log-probs yet."""
+        """Make TRL generate a new rollout if old log-probs of the current one are still missing."""
         buffered = self.trainer._buffered_inputs
         if buffered is not None and self._is_deferred and any(_OLD not in batch for batch in buffered):
             self.trainer._buffered_inputs = None

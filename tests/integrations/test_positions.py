@@ -12,7 +12,7 @@ from torch import nn
 
 from gspo_kernels.integrations.huggingface.rows import RELATIVE_POSITIONS, positions_are_relative
 
-# A model of any type, with few parameters.
+# Settings of a tiny model. A type ignores those that it does not have.
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "num_experts": 4,

@@ -170,6 +170,12 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "workers::test_every_tile_is_computed_by_a_single_thread",
     ),
+    "MKL's functions are first called by several threads": (
+        "_call_mkl_functions",
+        "getattr(torch, name)(half)",
+        "pass",
+        "workers::test_mkl_functions_are_called_in_one_thread_before_any_loss",
+    ),
     "terms added out of order": (
         "Sums._next",
         "self._added[index]",

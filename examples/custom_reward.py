@@ -2,7 +2,7 @@
 
 `gspo train` takes the reward functions of TRL as they are: they get lists, of all completions and of each column of the
 dataset that they ask for by name. It also takes functions of one completion, such as `brief_and_right`. TRL does not.
-Install: pip install '.[train,trl]'
+Install: pip install -e '.[train,trl]'
 
     gspo train reward=examples/custom_reward.py:brief_and_right                  # a tiny random model; a CPU is enough
     gspo train reward='examples/custom_reward.py:right, 0.2*examples/custom_reward.py:brief'   # a weighted sum

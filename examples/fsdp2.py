@@ -2,7 +2,7 @@
 
 The loop of plain_loop.py with four changes: each rank samples its own prompts, `fully_shard` shards the model, the loss
 is divided by the number of sequences on all ranks, and gradients are accumulated over micro-batches.
-Install: pip install '.[train]'
+Install: pip install -e '.[train]'
 
     torchrun --nproc_per_node 8 examples/fsdp2.py --model Qwen/Qwen2.5-0.5B-Instruct   # eight GPUs
     torchrun --nproc_per_node 2 examples/fsdp2.py   # a tiny random model, on two GPUs or two CPU processes

@@ -3,7 +3,7 @@
 `model_log_probs` returns the log-probs of the sampled tokens, so no rank stores logits in training. With more processes
 than --tp, there are several replicas, each with its own prompts. The model is small and random, and the sampler is a
 plain loop. Replace both; the log-probs, the loss and its normalizer stay the same. docs/trainers/megatron.md has the
-lines for Megatron's pipeline schedules. Install: pip install '.[train,megatron]'
+lines for Megatron's pipeline schedules. Install: pip install -e '.[train,megatron]'
 
     torchrun --nproc_per_node 2 examples/megatron_tp.py           # two GPUs, or two CPU processes
     torchrun --nproc_per_node 8 examples/megatron_tp.py --tp 4    # TP 4 x DP 2

@@ -3,7 +3,7 @@
 Each rank packs its sequences into micro-batches of at most TOKENS tokens, so ranks may have different numbers of
 micro-batches, sequences and tokens. All ranks divide by the total number of sequences, so the gradients are those of
 one large batch.
-Install: pip install '.[train]'
+Install: pip install -e '.[train]'
 
     torchrun --nproc_per_node 8 examples/packed_ddp.py --model Qwen/Qwen2.5-0.5B-Instruct   # eight GPUs
     torchrun --nproc_per_node 2 examples/packed_ddp.py   # a tiny random model, on two GPUs or two CPU processes

@@ -2,7 +2,7 @@
 
 Each step samples a rollout, rewards it, computes old log-probs and makes four updates, each on a quarter of the
 rollout, in two micro-batches. `fuse_head` lets the loss run at the model's head, so no logits are stored.
-Install: pip install '.[train]'
+Install: pip install -e '.[train]'
 
     python examples/plain_loop.py                                      # a tiny random model; a minute on a CPU
     python examples/plain_loop.py --model Qwen/Qwen2.5-0.5B-Instruct   # one GPU

@@ -1,7 +1,7 @@
 """Train Qwen2.5-0.5B-Instruct on GSM8K with GSPO in TRL.
 
 The reward is 1 if the answer ends with "#### number" and the number is right, and 0.5 if the last number is right but
-the marker is missing. Install: pip install '.[train,trl]'
+the marker is missing. Install: pip install -e '.[train,trl]'
 
     python examples/trl_gsm8k.py                   # one GPU; downloads the model (1 GB) and the dataset (5 MB)
     accelerate launch --config_file examples/accelerate/fsdp2.yaml --num_processes 8 examples/trl_gsm8k.py

@@ -1,6 +1,6 @@
 """Train a language model with GSPO in TRL: sort three letters.
 
-The script downloads nothing unless you pass the hub id or folder of a model. Install: pip install '.[train,trl]'
+The script downloads nothing unless you pass the hub id or folder of a model. Install: pip install -e '.[train,trl]'
 
     python examples/trl_gspo.py                                      # a tiny random model; minutes on a CPU
     python examples/trl_gspo.py --model Qwen/Qwen2.5-0.5B-Instruct   # one GPU

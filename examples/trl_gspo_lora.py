@@ -2,7 +2,7 @@
 
 `--head` chooses what is trained in the language-model head: nothing ("frozen", the cheapest, because no gradient of the
 weight is computed), an adapter ("lora"), or a copy of the complete weight ("full", PEFT's modules_to_save).
-Install: pip install '.[train,trl]'
+Install: pip install -e '.[train,trl]'
 
     python examples/trl_gspo_lora.py --head lora                          # a tiny random model; a minute on a CPU
     python examples/trl_gspo_lora.py --model Qwen/Qwen2.5-0.5B-Instruct   # one GPU

@@ -1,7 +1,7 @@
 """Train a language model with GSPO and tools in TRL: look into a box, and answer with the letter in it.
 
 TRL runs the tools: the public methods of an environment, which every answer has to itself. The tokens of their results
-are masked in the loss. The script downloads nothing. Install: pip install '.[train,trl]'
+are masked in the loss. The script downloads nothing. Install: pip install -e '.[train,trl]'
 
     python examples/trl_tools.py   # a tiny random model; minutes on a CPU
 """

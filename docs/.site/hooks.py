@@ -36,7 +36,7 @@ def on_files(files: Any, config: Any) -> None:
 
 def command_line() -> str:
     """Return a page with the help text and the options of each `gspo` command."""
-    page = ["# Command line\n\n`pip install '.[cli]'` installs `gspo`; `gspo train` needs `.[train]`."]
+    page = ["# Command line\n\n`pip install -e '.[cli]'` installs `gspo`; `gspo train` needs `.[train]`."]
     commands: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore
     for name, command in commands.items():
         text = re.sub(r"docs/(\w+)\.md", r"[gspo train](../\1.md)", inspect.cleandoc(command.help).replace("<", "&lt;"))

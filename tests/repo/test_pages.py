@@ -100,7 +100,7 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
         assert not CliRunner().invoke(app, ["train", "--config", "options.yaml", "--dry-run"]).exit_code
     elif runner == "install":
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-        (wanted,) = re.findall(r"^pip install '?\.(?:\[([\w,]+)\])?'?$", code, re.MULTILINE)
+        (wanted,) = re.findall(r"^pip install -e '?\.(?:\[([\w,]+)\])?'?$", code, re.MULTILINE)
         assert set(filter(None, wanted.split(","))) <= set(extras)
     elif runner == "benchmark":
         for command in code.splitlines():

@@ -133,6 +133,7 @@ def product_operations(run: Callable[[], object]) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        run()  # torch.compile compiles anew for one thread; products that it traces have no shapes
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             run()
     finally:

@@ -217,3 +217,16 @@ def test_the_synthetic_policy_has_the_documented_entropies() -> None:
 
     assert 0.45 < shares()["share under 0.01 nats"] < 0.55 and 0.15 < shares()["share above 0.67 nats"] < 0.25
     assert 0.45 < shares(softcap=30.0)["share under 0.01 nats"] < 0.55
+
+
+def test_products_traced_by_the_compiler_are_not_counted() -> None:
+    # The count uses one thread, and a function that was compiled for another number of threads is compiled again.
+    compiled = torch.compile(lambda a, b: (a @ b).sum())
+    a, b = torch.randn(24, 32), torch.randn(32, 40)
+    torch.set_num_threads(2)
+    try:
+        compiled(a[:16], b)
+        compiled(a, b)
+        assert truth.product_operations(lambda: compiled(a, b)) == 2 * 24 * 32 * 40
+    finally:
+        torch.set_num_threads(1)

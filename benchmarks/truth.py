@@ -124,16 +124,22 @@ def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
     return ", ".join(f"{name} is off by {off:.1e} (limit {most:.1e})" for name, (off, most) in faults.items()) or None
 
 
-def product_operations(run: Callable[[], object]) -> float:
+def product_operations(run: Callable[[], object], compiles: bool = False) -> float:
     """Count the operations of the matrix products in `run` that PyTorch's profiler sees: 2 m n k per product.
 
     The profiler sees products inside custom operators and compiled graphs, but not inside Triton kernels. It sees only
     the calling thread, so `run` is executed with one thread.
+
+    Args:
+        run: is called once, or twice if `compiles`.
+        compiles: whether `run` uses torch.compile, which compiles again when the number of threads changes. The
+            profiler would also see the products that are traced, so the first call is not profiled.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        run()  # torch.compile compiles anew for one thread; products that it traces have no shapes
+        if compiles:
+            run()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             run()
     finally:

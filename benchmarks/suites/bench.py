@@ -206,7 +206,8 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
             measured["peak_bytes"] = measure.peak_bytes(lambda: candidate.step(w, old), device)
         in_triton = candidate.in_triton or (candidate.against == "ours" and device.type == "cuda")
         if passes and not in_triton:  # the profiler does not see products in Triton
-            measured["passes"] = truth.product_operations(lambda: candidate.step(w, old)) / w.products
+            operations = truth.product_operations(lambda: candidate.step(w, old), candidate.compiles)
+            measured["passes"] = operations / w.products
     except (MemoryError, RuntimeError) as error:
         if not measure.no_room(error):
             raise

@@ -1,6 +1,6 @@
-"""Precise products: fp32 matrix products without TF32, and elementwise products where 0 * inf is 0.
+"""Precise arithmetic: fp32 matrix products without TF32, and elementwise products where 0 * inf is 0.
 
-Importing this module also calls MKL's elementwise functions once, which keeps their first results precise.
+Importing this module also works around a bug in MKL (`_call_mkl_functions`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from .workspace import workspace_bytes
 # A constant, because torch 2.11's compiler cannot trace is_autocast_available.
 AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
-# The elementwise functions that PyTorch leaves to MKL on a CPU (`aten/src/ATen/cpu/vml.h`).
-MKL_FUNCTIONS = (
-    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2"),
-    *("sin", "sqrt", "tan", "tanh", "trunc"),
-)
+# Functions of torch that may call Intel's MKL on a CPU (PyTorch's source, `aten/src/ATen/cpu/vml.h`).
+MKL_FUNCTIONS = "acos asin atan cos erf erfc erfinv exp expm1 log log10 log1p log2 sin sqrt tan tanh trunc".split()
 
 
 def _call_mkl_functions() -> None:
-    """Call each of MKL_FUNCTIONS once, on one number and thus in one thread.
+    """Call each function in MKL_FUNCTIONS once, from a single thread, to work around a bug in MKL.
 
-    MKL 2024.2, part of PyTorch's CPU builds, picks the code of a function in the function's first call. If two threads
-    make this call at the same time, one of them may run a version with a relative error of 1e-4 (PyTorch issue 188792).
-    So on a busy machine, the first log-probs of a new process were sometimes wrong in the fifth digit.
+    MKL 2024.2, which PyTorch's x86 builds contain, chooses the implementation of a function when it is first called. If
+    two threads make this first call at the same time, one of them may run a less accurate implementation, with a
+    relative error of about 1e-4 (PyTorch issue 188792). Before this workaround, the first log-probs of a process were
+    sometimes off by 1.5e-5 on a busy machine.
     """
     for dtype in (torch.float32, torch.float64):
-        half = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        half = torch.full((1,), 0.5, dtype=dtype, device="cpu")  # for a single number, PyTorch uses a single thread
         for name in MKL_FUNCTIONS:
             getattr(torch, name)(half)
 

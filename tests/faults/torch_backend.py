@@ -170,11 +170,11 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "workers::test_every_tile_is_computed_by_a_single_thread",
     ),
-    "MKL's functions are first called by several threads": (
+    "several threads make the first call of an MKL function": (
         "_call_mkl_functions",
         "getattr(torch, name)(half)",
         "pass",
-        "workers::test_mkl_functions_are_called_in_one_thread_before_any_loss",
+        "workers::test_importing_the_loss_calls_each_mkl_function_on_one_number",
     ),
     "terms added out of order": (
         "Sums._next",

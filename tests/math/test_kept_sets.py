@@ -253,22 +253,36 @@ def test_sets_of_logits_are_those_of_transformers(top_k: int | None, top_p: floa
         assert (after.sizes <= ours.sizes).all() and (after.sizes < ours.sizes).any()
 
 
-def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "truncated_sampling.md").read_text()
     names: dict[str, Any] = {}
-    for block in code_blocks(page, "python"):
+    blocks = code_blocks(page, "python")
+    for block in blocks:
         exec(block, names)
     hidden, weight = names["hidden"].double(), names["lm_head"].weight.double()
     kept, full = (torch.log_softmax(hidden @ weight.t() + mask, -1).detach() for mask in (of_sets(names["sets"]), 0.0))
     mass = (full - kept).gather(-1, names["target_ids"][..., None]).exp().mean()
     assert f"the kept ids have {mass:.3f} of the probability" in capsys.readouterr().out
-    p = full.gather(-1, names["teacher_ids"]).exp()
-    q = names["q"].double()
-    both = [torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (q, p)]
-    expected = (both[0] * (both[0].log() - both[1].log())).sum(-1)
     torch.testing.assert_close(
-        names["with_tail"].double(), expected, rtol=KEPT_VALUE_RELATIVE, atol=KEPT_VALUE_ABSOLUTE
+        names["with_tail"].double(), kl_with_tail(names), rtol=KEPT_VALUE_RELATIVE, atol=KEPT_VALUE_ABSOLUTE
     )
+
+    # The last block again, with students that put up to all their probability on the teacher's ids.
+    names["hidden"] = (torch.randn(2, 3, 64) * torch.linspace(5, 60, 6).view(2, 3, 1)).requires_grad_()
+    likeliest = (names["hidden"] @ names["lm_head"].weight.t()).topk(8).indices
+    monkeypatch.setattr(torch, "randint", lambda *_: likeliest)
+    exec(blocks[-1], names)
+    # A tail of 1e-4 is off by up to 1e-5.
+    torch.testing.assert_close(names["with_tail"].double(), kl_with_tail(names), rtol=0.01, atol=0.1)
+    assert names["hidden"].grad.isfinite().all()
+
+
+def kl_with_tail(names: dict[str, Any]) -> Tensor:
+    """The KL with all other ids as one outcome, whose probability is at least 1e-4, [2, 3] in float64."""
+    z = names["hidden"].double() @ names["lm_head"].weight.double().t()
+    p = z.log_softmax(-1).gather(-1, names["teacher_ids"]).exp().detach()
+    p, q = (torch.cat([x, (1 - x.sum(-1, keepdim=True)).clamp(min=1e-4)], -1) for x in (p, names["q"].double()))
+    return (q * (q.log() - p.log())).sum(-1)
 
 
 def of_sets(sets: KeptSets) -> Tensor:

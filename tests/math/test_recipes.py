@@ -21,7 +21,8 @@ from gspo_kernels.advantages import RunningMoments, normalize_rewards, token_ret
 from gspo_kernels.reference import gspo_reference_loss
 
 
-def test_the_idea_in_plain_pytorch() -> None:
+@pytest.mark.parametrize("sharpness", [1, 30])  # with 30, most log-probs round to 0 or lie far below
+def test_the_idea_in_plain_pytorch(sharpness: int) -> None:
     """The class in docs/how_it_works.md computes the loss of `reference.py`, and skips answers without a gradient."""
     (code,) = code_blocks((DOCS / "how_it_works.md").read_text(), "python")
     assert len(code.splitlines()) <= 70
@@ -31,6 +32,7 @@ def test_the_idea_in_plain_pytorch() -> None:
     lengths = torch.tensor([3, 10, 12, 1, 14, 5])
     answer = torch.arange(6).repeat_interleave(lengths)
     hidden, weight = (torch.randn(n, 8, generator=rng, dtype=torch.float64, requires_grad=True) for n in (45, 600))
+    hidden.data *= sharpness
     ids = torch.randint(600, (45,), generator=rng)
     advantages = torch.tensor([1, -1, 0.5, 0, -0.5, 2], dtype=torch.float64)
     shifts = torch.tensor([1e-4, 2e-4, 5e-4, 1e-4, -5e-4, -1e-3], dtype=torch.float64)  # of these, 5e-4 and -5e-4 clip

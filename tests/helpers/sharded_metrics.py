@@ -113,7 +113,7 @@ def expected_metrics(x: dict[str, Tensor], objective: Objective) -> dict[str, Te
     mask = x["mask"]
     lengths = x["mask"].sum(1)
     r = torch.where(mask, x["log_probs"] - x["old_log_probs"], 0)
-    d = x["log_probs"] - x["ref_log_probs"]
+    d = x.get("kl_log_probs", x["log_probs"]) - x["ref_log_probs"]
     by_token = objective.ratio == "token"
     u = r if by_token else (r.sum(1) / lengths.clamp(min=1))[:, None].expand_as(r)
     low, high = objective.log_window
@@ -123,6 +123,8 @@ def expected_metrics(x: dict[str, Tensor], objective: Objective) -> dict[str, Te
     ratios = u[mask].exp() if by_token else u[lengths > 0, 0].exp()
     shares = {f"clip_fraction{end}": where.any(1)[lengths > 0].double().mean() for end, where in clipped.items()}
     tokens = {f"token_clip_fraction{end}": where[mask].double().mean() for end, where in clipped.items()}
+    if "kl_log_probs" in x:
+        tokens["kept_mass"] = (x["kl_log_probs"] - x["log_probs"])[mask].exp().mean()
     return {
         **shares,
         **tokens,
@@ -157,8 +159,10 @@ for _ratio in ("sequence", "token"):
         objective = Objective(ratio=ratio, clip_low=0.01, clip_high=0.01)
         group = context.group(2)
         mine = slice(0, 5) if rank_in(group) == 0 else slice(5, 10)
-        for side in (-1.0, 1.0):  # all ratios above 1 or all below: masked tokens have ratio 1
-            x = tokens_of_all_ranks(side * 0.02)
+        of_kl = {"kl_log_probs": tokens_of_all_ranks(0.0)["ref_log_probs"] / 2}  # a KL term over other ids
+        # All ratios are above 1, or all below, because masked tokens have a ratio of 1.
+        for side, more in ((-1.0, {}), (1.0, of_kl)):
+            x = tokens_of_all_ranks(side * 0.02) | more
             mask = x["mask"]
             mask[2, :5], mask[4] = False, False  # masked on the first rank, masked on both
             garbage = torch.tensor([torch.nan, -torch.inf, 1e30]).repeat(20).view(6, 10).double()

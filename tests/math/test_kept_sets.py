@@ -15,6 +15,7 @@ from helpers.marks import by_dtype, slow
 from helpers.oracle import DTYPES, HEADS, assert_equals_oracle
 from helpers.pages import code_blocks
 from helpers.samples import Sample, make_sample, new_leaves, run_fused
+from helpers.tile_choices import small_tiles
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import COMPILED_RELATIVE, FLOAT64_RELATIVE, KEPT_VALUE_ABSOLUTE, KEPT_VALUE_RELATIVE, RELATIVE_RMS, check
@@ -125,6 +126,23 @@ def test_a_budget_and_a_cache_work_with_extra_ids() -> None:
     assert metrics.last_backward()["dropped_gradient_mass"] <= 1e-3
 
 
+def test_a_budget_and_a_cache_work_with_empty_sets() -> None:
+    """Rows with an empty set take the vocabulary pass. Metrics of the backward are about them alone."""
+    hidden, weight, ids, sets = rows_of(24)
+    offsets = torch.cat([sets.offsets[:13], sets.offsets[12:13].expand(12)])
+    half = KeptSets(sets.ids[: offsets[-1]], offsets, "vocabulary")
+    with small_tiles(4, 8):
+        for options, metric in (({"gradient_budget": 0.2}, "dropped_gradient_mass"), ({"cache_mib": 4.0}, "passes")):
+            results = []
+            for rows, given in ((slice(12, 24), None), (slice(0, 24), half)):
+                leaf = hidden[rows].requires_grad_()
+                out = linear_log_probs(leaf, weight, ids[rows], kept_sets=given, backend="torch", **options)
+                (gradient,) = torch.autograd.grad(out.log_probs[-12:].sum(), leaf)
+                results.append((gradient[-12:], metrics.last_backward()[metric]))
+            torch.testing.assert_close(*results)
+            assert metric == "passes" or 0 < results[0][1] <= 0.2
+
+
 # -- KL over the vocabulary
 
 
@@ -146,7 +164,26 @@ def test_kl_log_probs_replace_the_log_probs_in_the_kl_term(backend: str) -> None
     torch.testing.assert_close(out.metrics["kept_mass"], (full - kept)[mask].exp().mean().detach())
     expected = torch.autograd.grad(without.loss + 0.3 * kl, leaves)
     torch.testing.assert_close(torch.autograd.grad(out.loss, leaves), expected)
-    metrics.combine([out.metrics, out.metrics])
+    mask[0, 1:] = False  # answers of 1 token and of more: a mean over answers differs
+    parts = [
+        policy_loss(
+            *(x[rows] for x in (kept, advantages)), mask=mask[rows], old_log_probs=old[rows], ref_log_probs=ref[rows],
+            kl_log_probs=full[rows], objective=objective, normalizer=3.0, backend=backend,
+        ).metrics
+        for rows in (slice(0, 1), slice(1, 3))
+    ]  # fmt: skip  # lines by subject
+    torch.testing.assert_close(metrics.combine(parts)["kept_mass"], (full - kept)[mask].exp().mean().detach())
+
+
+def test_shares_of_singletons_are_weighted_by_tokens() -> None:
+    hidden, weight, ids, sets = rows_of(24)  # the second half are singletons
+    parts = []
+    for first, end in ((0, 13), (13, 24)):
+        rows, offsets = slice(first, end), torch.tensor([0, 2, end - first])
+        options: dict[str, Any] = dict(cu_seqlens=offsets, kept_sets=sets.select(torch.arange(first, end)))
+        out = gspo_fused_loss(hidden[rows], weight, ids[rows], torch.ones(2), backend="torch", **options)
+        parts.append(out.metrics)
+    assert metrics.combine(parts)["kept_singletons"] == 0.5
 
 
 # -- bits and work
@@ -174,6 +211,16 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: str, backend: str) -> N
         every.append((out.log_probs[at], gradient[at]))
     for result in every[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, every[0], strict=True))
+
+
+def test_operands_need_not_be_contiguous(backend: str) -> None:
+    hidden, weight, ids, sets = rows_of(24)
+    results = []
+    for transposed in (False, True):
+        leaves = [(x.t().contiguous().t() if transposed else x).requires_grad_() for x in (hidden, weight)]
+        out = linear_log_probs(*leaves, ids, kept_sets=sets, backend=backend).log_probs
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    torch.testing.assert_close(*results)
 
 
 def test_sets_of_one_id_have_log_prob_0_and_are_not_read(backend: str) -> None:
@@ -227,8 +274,11 @@ def test_layouts_of_engines_and_trainers() -> None:
     sizes = torch.tensor([[2, 1, 3], [2, 1, 0]])
     ids = torch.tensor([[[3, 1, 0], [2, 0, 0], [5, 0, 4]], [[6, 2, 0], [1, 0, 0], [0, 0, 0]]])
     assert_sets(KeptSets.from_padded(ids, sizes=sizes), padded)  # NeMo RL: sampling_mask_token_ids, _sizes
+    assert_sets(KeptSets.from_padded(torch.where(ids == 0, 6, ids), fill=6), [[3, 1], [2], [5, 4], [2], [1], []])
     assert_sets(lists.select(torch.tensor([4, 0])), [[1], [3, 1]])
     assert_sets(lists.select(lists.sizes > 0), packed)
+    targets = torch.tensor([[1, 7, 4], [6, 2, 5]])  # slime: an empty set stays empty
+    assert_sets(lists.including(targets), [[3, 1], [2, 7], [5, 0, 4], [6, 2], [1, 2], []])
 
 
 @pytest.mark.parametrize("top_k", [None, 5])

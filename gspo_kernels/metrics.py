@@ -59,7 +59,9 @@ DIVISORS = {
 }
 
 
-def combine(parts: Iterable[Mapping[str, Tensor]], group: Any = None) -> dict[str, Tensor]:
+def combine(
+    parts: Iterable[Mapping[str, Tensor]], group: Any = None, *, divisors: Mapping[str, str | None] | None = None
+) -> dict[str, Tensor]:
     """Combine metrics of micro-batches, and of the ranks of a group, into the metrics of one undivided batch.
 
     A plain mean over micro-batches is wrong if their numbers of tokens or sequences differ. This function weights each
@@ -76,6 +78,10 @@ def combine(parts: Iterable[Mapping[str, Tensor]], group: Any = None) -> dict[st
             The ranks of a tp_group or cp_group have equal metrics, so `group` should contain only one of them. If it
             contains all of them, the counts of tokens and sequences are too large, but everything else is right.
             None: this process only.
+        divisors: for each metric of your own in the parts, the name of the sum by which its mean was divided, or None
+            for a sum. With `{"teacher_kl": "tokens"}`, the parts' `teacher_kl` is a mean over unmasked tokens. With
+            `{"turn_reward": "turns", "turns": None}`, it is a mean over your own count. A name that ends in _min or
+            _max is the extreme over parts whose divisor is not 0.
 
     Returns:
         Metrics with the keys of the parts, 0-dim fp64 tensors ("invalid" is int64). With a gradient budget, each
@@ -83,8 +89,8 @@ def combine(parts: Iterable[Mapping[str, Tensor]], group: Any = None) -> dict[st
         what an undivided batch would drop.
 
     Raises:
-        ValueError, TypeError: `parts` is empty, parts have different keys, a key is unknown, or the metric by which
-            another one is weighted is missing.
+        ValueError, TypeError: `parts` is empty, parts have different keys, a key is neither ours nor in `divisors`, or
+            the metric by which another one is weighted is missing or not a sum.
     """
     check = TensorChecks("combine")
     group = process_group(check, "group", group)
@@ -95,21 +101,24 @@ def combine(parts: Iterable[Mapping[str, Tensor]], group: Any = None) -> dict[st
     with same_on_all_ranks(check, {"group": group}, first) as compared:
         if not is_list:
             check.fail("parts", "a list of metrics", Unquoted(f"a {type(parts).__name__}"), TypeError)
-        names = _names(check, listed)
+        divisor_of = _divisors(check, listed, divisors)
         if compared is not None:
-            compared["the keys of parts"] = names
-    table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in listed])
-    combined = _combined(names, table)  # [metrics]
+            compared["the keys of parts"] = list(divisor_of)
+            compared["divisors"] = [*divisor_of.values()]
+    table = torch.stack([torch.stack([part[name].detach().double() for name in divisor_of]) for part in listed])
+    combined = _combined(divisor_of, table)  # [metrics]
     if group is not None:
-        combined = _combined(names, gather(combined, group.group_name))
-    values = dict(zip(names, combined.unbind(), strict=True))
+        combined = _combined(divisor_of, gather(combined, group.group_name))
+    values = dict(zip(divisor_of, combined.unbind(), strict=True))
     if "invalid" in values:
         values["invalid"] = values["invalid"].long()
     return values
 
 
-def _names(check: TensorChecks, parts: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """Check the parts. Return the names of their metrics."""
+def _divisors(
+    check: TensorChecks, parts: Sequence[Mapping[str, Tensor]], own: Mapping[str, str | None] | None
+) -> dict[str, str | None]:
+    """Check the parts. Return the divisor of each metric; None for sums and effective sample sizes."""
     if not parts:
         check.fail("parts", "the metrics of at least one micro-batch", Unquoted("none"))
     for part in parts:
@@ -123,16 +132,32 @@ def _names(check: TensorChecks, parts: Sequence[Mapping[str, Tensor]]) -> list[s
                 check.fail(f"{name} in parts", "a tensor []", value, TypeError)
         for name in part.keys() ^ parts[0].keys():
             check.fail("parts", "dicts with the same keys", Unquoted(f"{name!r} only in some"))
-    names = list(parts[0])
-    if not names:
+    if not parts[0]:
         check.fail("parts", "dicts with at least one metric", Unquoted("empty ones"))
-    for name in names:
-        if name not in SUMS and not _components(name) and _divisor(name) is None:
-            check.fail("parts", "metrics of gspo_kernels", Unquoted(repr(name)))
-        for needed in (_divisor(name), *_components(name)):
-            if needed not in (None, *names):
+    if own is not None and not isinstance(own, Mapping):
+        check.fail("divisors", "a dict from names of your own metrics to names of sums", own, TypeError)
+    own = own or {}
+    for name in own:
+        if name not in parts[0] or _is_ours(name):
+            expected = "a dict whose keys are metrics of your own in parts"
+            check.fail("divisors", expected, Unquoted(f"{name!r}{'' if name in parts[0] else ', which is not there'}"))
+    for name in parts[0]:
+        if name not in own and not _is_ours(name):
+            expected = f"metrics of gspo_kernels, or listed in divisors ({{{name!r}: 'tokens'}} for a mean over tokens)"
+            check.fail("parts", expected, Unquoted(repr(name)))
+    divisors = {name: own[name] if name in own else _divisor(name) for name in parts[0]}
+    for name, divisor in divisors.items():
+        for needed in (divisor, *_components(name)):
+            if needed not in (None, *divisors):
                 check.fail("parts", f"dicts with {needed!r}, which combines {name!r}", Unquoted("none"))
-    return names
+        if name in own and divisor is not None and (divisors[divisor] is not None or _components(divisor)):
+            expected = f"the name of a sum, such as 'tokens' or one of yours with {{{divisor!r}: None}}"
+            check.fail(f"divisors[{name!r}]", expected, divisor)
+    return divisors
+
+
+def _is_ours(name: str) -> bool:
+    return name in SUMS or _divisor(name) is not None or bool(_components(name))
 
 
 def _divisor(name: str) -> str | None:
@@ -149,24 +174,24 @@ def _components(name: str) -> tuple[str, ...]:
     return (f"{prefix}weight_mean", f"{prefix}weight_square_mean") if found else ()
 
 
-def _combined(names: list[str], table: Tensor) -> Tensor:
+def _combined(divisors: Mapping[str, str | None], table: Tensor) -> Tensor:
     """Combine the parts of a table [parts, metrics] fp64 to [metrics]."""
-    columns = dict(zip(names, table.unbind(1), strict=True))  # [parts]
+    columns = dict(zip(divisors, table.unbind(1), strict=True))  # [parts]
     ones = torch.ones_like(table[:, 0])
-    divisors = [_divisor(name) for name in names]
-    weights = torch.stack([ones if divisor is None else columns[divisor] for divisor in divisors], 1)  # like `table`
+    weights = [ones if divisor is None else columns[divisor] for divisor in divisors.values()]
+    weights = torch.stack(weights, 1)  # like `table`
     empty = weights == 0  # these parts have defaults, such as a ratio of 1
     sums = torch.where(empty, 0, table * weights).sum(0)
     totals = weights.sum(0)
     smallest = torch.where(empty, torch.inf, table).amin(0)
     largest = torch.where(empty, -torch.inf, table).amax(0)
     combined: dict[str, Tensor] = {}
-    for i, name in enumerate(names):
+    for i, (name, divisor) in enumerate(divisors.items()):
         value = {"_min": smallest[i], "_max": largest[i]}.get(name[-4:], sums[i] / totals[i])
-        combined[name] = sums[i] if name in SUMS else torch.where(totals[i] == 0, table[0, i], value)
-    for name in filter(_components, names):
+        combined[name] = sums[i] if divisor is None else torch.where(totals[i] == 0, table[0, i], value)
+    for name in filter(_components, divisors):
         combined[name] = sample_size(*(combined[component] for component in _components(name)))
-    return torch.stack([combined[name] for name in names])
+    return torch.stack([*combined.values()])
 
 
 def named_work(work: Tensor, products: int) -> dict[str, Tensor]:

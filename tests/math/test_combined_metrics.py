@@ -201,7 +201,7 @@ def test_masked_shares_combine() -> None:
         ([], "parts must be the metrics of at least one micro-batch, got none"),
         ([{"kl": torch.zeros(())}], "parts must be dicts with 'tokens', which combines 'kl', got none"),
         ([{"tokens": torch.zeros(())}, {}], "parts must be dicts with the same keys, got 'tokens' only in some"),
-        ([{"my_metric": torch.zeros(())}], "parts must be metrics of gspo_kernels, got 'my_metric'"),
+        ([{"my_metric": torch.zeros(())}], r"or listed in divisors \({'my_metric': 'tokens'} .*, got 'my_metric'"),
         ([{"tokens": 3.0}], r"tokens in parts must be a tensor \[\], got 3.0"),
         (["kl"], "parts must be dicts of metrics, such as LossOutput.metrics, got a str"),
         ([{}], "parts must be dicts with at least one metric, got empty ones"),
@@ -212,3 +212,40 @@ def test_masked_shares_combine() -> None:
 def test_what_cannot_be_combined_is_refused(parts: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         combine(parts)
+
+
+def test_your_own_metrics_combine_by_the_divisors_that_you_name() -> None:
+    rng = torch.Generator().manual_seed(0)
+    kl, reward = torch.rand(4, 7, generator=rng).double(), torch.rand(4, generator=rng).double()
+    lengths = torch.tensor([7, 1, 0, 4])
+    mask = torch.arange(7) < lengths[:, None]
+    turns = torch.tensor([1, 3, 5, 2])
+
+    def metrics(rows: list[int]) -> dict[str, Tensor]:
+        return {
+            "tokens": mask[rows].sum(),
+            "teacher_kl": kl[rows][mask[rows]].mean(),  # NaN without tokens
+            "teacher_kl_max": kl[rows][mask[rows]].amax() if mask[rows].any() else torch.tensor(0.0).double(),
+            "reward_per_turn": reward[rows].sum() / turns[rows].sum(),
+            "turns": turns[rows].sum(),
+        }
+
+    divisors = {"teacher_kl": "tokens", "teacher_kl_max": "tokens", "reward_per_turn": "turns", "turns": None}
+    combined = combine([metrics(rows) for rows in ([0, 1], [2], [3])], divisors=divisors)
+    for name, value in metrics([0, 1, 2, 3]).items():
+        torch.testing.assert_close(combined[name], value.double(), rtol=FLOAT64_RELATIVE, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "message"),
+    [
+        ({"mine": "token"}, "parts must be dicts with 'token', which combines 'mine', got none"),
+        ({"mine": "kl"}, r"divisors\['mine'\] must be the name of a sum, such as 'tokens' .*, got 'kl'"),
+        ({"mine": None, "kl": None}, "divisors must be a dict whose keys are metrics of your own in parts, got 'kl'"),
+        ({"mine": None, "his": "tokens"}, "metrics of your own in parts, got 'his', which is not there"),
+        ("tokens", "divisors must be a dict from names of your own metrics to names of sums, got 'tokens'"),
+    ],
+)
+def test_wrong_divisors_are_refused(divisors: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        combine([dict.fromkeys(("tokens", "kl", "mine"), torch.zeros(()))], divisors=divisors)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .groups import Groups, checked_rewards, finite, over_deviation, per_token, variance_of
-from .layout import accumulator
+from .layout import accumulator, packed_layout
 from .validation import FLOATS, LARGEST, TensorChecks
 
 __all__ = [
@@ -358,29 +358,39 @@ def token_returns(
     return torch.where(unmasked, returns, 0)
 
 
-def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
+def turn_advantages(advantages: Tensor, turn_ids: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """Expand one advantage per turn of a conversation to per-token advantages.
 
     Args:
-        advantages: [B, K], one advantage for each of K turns.
-        turn_ids: [B, T] int64, the turn of each token, 0 to K - 1. Tokens with any other id get advantage 0.
+        advantages: [B, K], one advantage for each of K turns; [S, K] with cu_seqlens.
+        turn_ids: [B, T] int64, the turn of each token, 0 to K - 1; [N] with cu_seqlens. In each sequence, turns are
+            counted from 0. Tokens with any other id get advantage 0.
+        cu_seqlens: [S + 1] int32 or int64, for packed input.
 
     Returns:
-        [B, T] fp32 (fp64 for fp64 advantages).
+        [B, T] or [N], fp32 (fp64 for fp64 advantages).
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     check = TensorChecks("turn_advantages")
-    check.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")
-    shape = (advantages.shape[0], None)
-    text = "[B, T] with the B of advantages"
+    shape_text = "[B, K]" if cu_seqlens is None else "[S, K], with cu_seqlens"
+    check.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text=shape_text)
+    sequences, turns = advantages.shape
+    shape, text = ((sequences, None), "[B, T] with the B of advantages") if cu_seqlens is None else ((None,), "[N]")
     check.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text)
-    turns = advantages.shape[1]
     inside = (turn_ids >= 0) & (turn_ids < turns)
     x = advantages.to(accumulator(advantages.dtype))
-    x = torch.cat([x, x.new_zeros(x.shape[0], 1)], 1)  # [B, K + 1]: the last column is for tokens outside all turns
-    x = x.gather(1, torch.where(inside, turn_ids, turns))
+    x = torch.cat([x, x.new_zeros(sequences, 1)], 1)  # [B, K + 1]: the last column is for tokens outside all turns
+    columns = torch.where(inside, turn_ids, turns)
+    if cu_seqlens is None:
+        x = x.gather(1, columns)
+    else:
+        check.offsets(cu_seqlens, len(turn_ids), turn_ids.device)
+        if len(cu_seqlens) != sequences + 1:
+            check.fail("cu_seqlens", f"[S + 1] with S = {sequences}, as in advantages", cu_seqlens)
+        x = x[packed_layout(len(turn_ids), cu_seqlens).sequence_of_row(), columns]
+        x = torch.where(check.invalid(x.device) > 0, torch.nan, x)  # bad offsets that a GPU does not report
     return finite(check, "advantages", x, "finite in turns with tokens")
 
 

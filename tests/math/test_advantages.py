@@ -253,6 +253,13 @@ def test_turns() -> None:
     ids = torch.tensor([[0, 0, -1, 1, 2], [5, 1, 1, 0, -100]])
     ours = turn_advantages(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), ids)
     assert torch.equal(ours, torch.tensor([[1.0, 1.0, 0.0, 2.0, 3.0], [0.0, 5.0, 5.0, 4.0, 0.0]]))
+    offsets = torch.tensor([0, 2, 2, 7])  # the second sequence is empty
+    packed = turn_advantages(
+        torch.tensor([[1.0, 2.0, 3.0], [7.0, 8.0, 9.0], [4.0, 5.0, 6.0]]),
+        torch.tensor([2, -1, 5, 1, 1, 0, -100]),
+        cu_seqlens=offsets,
+    )
+    assert torch.equal(packed, torch.tensor([3.0, 0.0, 0.0, 5.0, 5.0, 4.0, 0.0]))
 
 
 def test_empty_batches() -> None:
@@ -304,7 +311,14 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group', got 2"),
     "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
     "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
+    "packed turn ids": (lambda: packed_turns(torch.ones(2, 4)), ValueError, "turn_ids", "[2, 4]"),
+    "sequences": (lambda: packed_turns(torch.ones(4), 3), ValueError, "cu_seqlens", "[3]"),
+    "offsets": (lambda: packed_turns(torch.ones(5)), ValueError, "cu_seqlens", "[0, 1, 4]"),
 }
+
+
+def packed_turns(turn_ids: torch.Tensor, sequences: int = 2) -> object:
+    return turn_advantages(torch.ones(sequences, 3), turn_ids.long(), cu_seqlens=torch.tensor([0, 1, 4]))
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -220,9 +220,15 @@ def _check_rows(name: str, ours: Tensor, truth: Tensor, floor: float) -> None:
     assert (cosine >= ROW_COSINE).all(), f"{name}: a row has cosine {cosine.min().item():.6f} with the true row"
 
 
-def check_loss(ours: Tensor, truth: Tensor, advantages: Tensor) -> None:
-    """Assert that a loss is off by at most LOSS_PER_ADVANTAGE times the larger of mean |advantage| and |loss|."""
-    limit = LOSS_PER_ADVANTAGE * max(advantages.abs().mean().item(), truth.abs().item(), 1e-12)
+def check_loss(ours: Tensor, truth: Tensor, size: float) -> None:
+    """Assert that a loss is off by at most LOSS_PER_ADVANTAGE times the larger of `size` and |loss|.
+
+    `size` is the mean |advantage| or, for any objective, the sum of the absolute terms whose sum is the loss. An fp32
+    log-prob is off by a few eps of the largest logit, here at most 1e-6. A term with the factor exp(log-ratio) or
+    log-prob changes by at most this share of itself. If the log-ratio is a sum of L log-probs, it changes by L times
+    this share (`helpers.oracle.size_of_loss`).
+    """
+    limit = LOSS_PER_ADVANTAGE * max(size, truth.abs().item(), 1e-12)
     difference = abs(ours.item() - truth.item())
     assert difference <= limit, f"loss off by {difference:.3e}, allowed {limit:.3e}"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from helpers.samples import Sample, run_fused, run_oracle, run_plain
+from helpers.samples import Sample, call_oracle, run_fused, run_oracle, run_plain
 from tolerance import LOG_RATIO_RELATIVE, check, check_loss
 
 from gspo_kernels import LossOutput
@@ -106,6 +107,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@torch.no_grad()
+def size_of_loss(sample: Sample) -> float:
+    """Return mean |advantage| or, if larger, the sum of |terms| of the loss (times L), for `check_loss`.
+
+    All policy terms with one sign of the advantage have the same sign. So the sum is that of two losses.
+    """
+    sample = sample.cast(torch.float64)
+    sample = replace(sample, objective=replace(sample.objective, kl_coef=0.0, kl_ratio_factor=False, entropy_coef=0.0))
+    sides = (sample.advantages.clamp(min=0), sample.advantages.clamp(max=0))
+    terms = sum(call_oracle(replace(sample, advantages=side)).loss.abs().item() for side in sides)
+    if sample.objective.ratio == "sequence-product":
+        mask, offsets = sample.options["mask"], sample.options.get("cu_seqlens")
+        rows = mask if offsets is None else mask.split(offsets.diff().tolist())
+        terms *= max(int(row.sum()) for row in rows)
+    return max(sample.advantages.abs().mean().item(), terms)
+
+
 def assert_equals_oracle(
     sample: Sample, dtype: torch.dtype, backend: str, run: Callable[..., Any] = run_fused
 ) -> LossOutput:
@@ -117,7 +135,7 @@ def assert_equals_oracle(
     plain, plain_grads = run_plain(sample, dtype, truth, true_grads)
     out, grads = run(sample, backend, entropy=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    check_loss(out.loss, truth.loss, sample.advantages)
+    check_loss(out.loss, truth.loss, size_of_loss(sample))
     assert out.loss.dtype == out.log_probs.dtype == wide
     mask = sample.options["mask"]
     check("log_probs", out.log_probs, plain.log_probs, truth.log_probs, wide)

@@ -87,11 +87,16 @@ def run_oracle(
 ) -> tuple[ReferenceOutput, dict[str, Tensor]]:
     """Compute values and gradients by the oracle. `order` permutes the terms of each logit, which changes rounding."""
     sample = sample.cast(dtype)
+    out = call_oracle(sample, order)
+    return out, gradients(out.loss, sample.leaves)
+
+
+def call_oracle(sample: Sample, order: int = 0) -> ReferenceOutput:
     hidden, weight = sample.leaves["hidden"], sample.leaves["weight"]
     if order:
         terms = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(order))
         hidden, weight = hidden[..., terms], weight[:, terms]
-    out = gspo_reference_loss(
+    return gspo_reference_loss(
         hidden,
         weight,
         sample.target_ids,
@@ -100,7 +105,6 @@ def run_oracle(
         objective=sample.objective,
         **sample.options,
     )
-    return out, gradients(out.loss, sample.leaves)
 
 
 def run_plain(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from gspo_kernels import Objective, linear_log_probs, policy_loss
-from gspo_kernels.validation import Checks, positive
+from gspo_kernels import KeptSets, Objective, linear_log_probs, policy_loss
+from gspo_kernels.validation import INDEX_DTYPES, Checks, TensorChecks, positive
 
 from .common import logged_metrics, offsets
 
@@ -67,7 +68,14 @@ def loss(inputs: LossInputs, preset: str = "gspo", mean_length: float = 1.0, **c
     return LossOutputs(out.loss, logged_metrics(out, is_clipped="token_clip_fraction"))
 
 
-def head(layer: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor, **options: Any) -> dict[str, Tensor]:
+def head(
+    layer: Any,
+    hidden_states: Tensor,
+    labels: Tensor,
+    temperature: Tensor,
+    sampling_mask: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
     """Compute log-probs and entropies. Replaces the forward of prime-rl's FusedOutputLinear or GemmaFusedOutputLinear.
 
     Args:
@@ -75,19 +83,28 @@ def head(layer: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor,
         hidden_states: [B, T, H].
         labels: [B, T] int64, already shifted.
         temperature: [B, T].
+        sampling_mask: [B, T, K] int32 or int64, padded with -1: the ids that a truncating sampler kept for each label.
+            As in prime-rl, log-probs are over these ids, except where there are none or the label is not among them.
         options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Bind them with
             `functools.partialmethod`.
 
     Returns:
-        "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient.
+        "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient, and is over the vocabulary
+        also with a sampling_mask. There, it takes another forward pass over the vocabulary.
     """
-    out: Any = linear_log_probs(
-        hidden_states,
-        layer.weight,
-        labels,
-        logit_softcap=getattr(layer, "softcap", None),
-        temperature=temperature,
-        entropy=True,
-        **options,
+    operands = hidden_states, layer.weight, labels
+    options |= {"logit_softcap": getattr(layer, "softcap", None), "temperature": temperature}
+    if sampling_mask is None:
+        out: Any = linear_log_probs(*operands, entropy=True, **options)
+        return {"logprobs": out.log_probs, "entropy": out.entropy.detach()}
+    expected = f"[B, T, K] with B = {labels.shape[0]} and T = {labels.shape[1]}"
+    shapes = [(*labels.shape, None)]
+    TensorChecks("prime_rl.head").tensor(
+        "sampling_mask", sampling_mask, dtypes=INDEX_DTYPES, shapes=shapes, shape_text=expected, device=labels.device
     )
-    return {"logprobs": out.log_probs, "entropy": out.entropy.detach()}
+    has_label = (sampling_mask == labels[..., None]).any(-1, keepdim=True)
+    sets = KeptSets.from_padded(sampling_mask.masked_fill(~has_label, -1), fill=-1, empty="vocabulary")
+    log_probs = linear_log_probs(*operands, kept_sets=sets, **options).log_probs
+    with torch.no_grad():
+        entropy: Any = linear_log_probs(*operands, entropy=True, **options).entropy
+    return {"logprobs": log_probs, "entropy": entropy}

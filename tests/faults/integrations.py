@@ -46,7 +46,7 @@ FAULTS: dict[str, Fault] = {
         "trainers/prime_rl:head",
         'getattr(layer, "softcap", None)',
         "None",
-        "seams::test_prime_rls_head_equals_its_logits[4.0]",
+        "seams::test_prime_rls_head_equals_its_logits[4.0-False]",
     ),
     "evaluation logged as training": (
         "trainers/ms_swift:loss",

@@ -138,8 +138,8 @@ def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
         call_prime_rl(b, b.log_probs, clip_hi=0.1)
 
 
-@pytest.mark.parametrize("softcap", [None, 4.0])
-def test_prime_rls_head_equals_its_logits(softcap: float | None) -> None:
+@pytest.mark.parametrize(("softcap", "truncated"), [(None, False), (4.0, False), (None, True)])
+def test_prime_rls_head_equals_its_logits(softcap: float | None, truncated: bool) -> None:
     """Compare with src/prime_rl/trainer/models/layers/lm_head{,_gemma}.py, at another temperature for each token."""
 
     class FusedOutputLinear(torch.nn.Linear):
@@ -157,7 +157,19 @@ def test_prime_rls_head_equals_its_logits(softcap: float | None) -> None:
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     log_p = (logits / temperature[..., None]).log_softmax(-1)
     expected = log_p.gather(-1, labels[..., None])[..., 0]
-    out = head(hidden, labels, temperature=temperature)
+    sampling_mask = None
+    if truncated:  # [2, 9, 4]: the label and up to three more ids, the label alone, another id alone, none
+        sampling_mask = (labels[..., None] + torch.tensor([5, 0, 9, 2])) % 24
+        sampling_mask[0, :, 3] = sampling_mask[0, :4, 0] = sampling_mask[1, :3, 2:] = sampling_mask[1, 0] = -1
+        sampling_mask[1, 1, 1] = sampling_mask[0, 0, 2] = -1
+        kept = torch.zeros(2, 9, 25, dtype=torch.bool).scatter(-1, sampling_mask % 25, True)[..., :24]
+        replayed = (sampling_mask == labels[..., None]).any(-1)
+        assert 0 < replayed.sum() < 17
+        over_kept = expected - log_p.masked_fill(~kept, -torch.inf).logsumexp(-1)
+        expected = torch.where(replayed, over_kept, expected)
+        with pytest.raises(ValueError, match=r"sampling_mask must be a tensor \[B, T, K\] with B = 2 and T = 9"):
+            head(hidden, labels, temperature=temperature, sampling_mask=sampling_mask[:, 1:])
+    out = head(hidden, labels, temperature=temperature, sampling_mask=sampling_mask)
     operands = (hidden, head.weight)
     limit = MODEL_GRADIENT_RELATIVE[torch.float64]
     ours = torch.autograd.grad(out["logprobs"].exp().sum(), operands)

@@ -101,15 +101,15 @@ def combine(
     with same_on_all_ranks(check, {"group": group}, first) as compared:
         if not is_list:
             check.fail("parts", "a list of metrics", Unquoted(f"a {type(parts).__name__}"), TypeError)
-        divisor_of = _divisors(check, listed, divisors)
+        by_name = _divisors(check, listed, divisors)
         if compared is not None:
-            compared["the keys of parts"] = list(divisor_of)
-            compared["divisors"] = [*divisor_of.values()]
-    table = torch.stack([torch.stack([part[name].detach().double() for name in divisor_of]) for part in listed])
-    combined = _combined(divisor_of, table)  # [metrics]
+            compared["the keys of parts"] = list(by_name)
+            compared["divisors"] = [*by_name.values()]
+    table = torch.stack([torch.stack([part[name].detach().double() for name in by_name]) for part in listed])
+    combined = _combined(by_name, table)  # [metrics]
     if group is not None:
-        combined = _combined(divisor_of, gather(combined, group.group_name))
-    values = dict(zip(divisor_of, combined.unbind(), strict=True))
+        combined = _combined(by_name, gather(combined, group.group_name))
+    values = dict(zip(by_name, combined.unbind(), strict=True))
     if "invalid" in values:
         values["invalid"] = values["invalid"].long()
     return values
@@ -145,7 +145,7 @@ def _divisors(
         if name not in own and not _is_ours(name):
             expected = f"metrics of gspo_kernels, or listed in divisors ({{{name!r}: 'tokens'}} for a mean over tokens)"
             check.fail("parts", expected, Unquoted(repr(name)))
-    divisors = {name: own[name] if name in own else _divisor(name) for name in parts[0]}
+    divisors = {name: own[name] if name in own else divisor_of(name) for name in parts[0]}
     for name, divisor in divisors.items():
         for needed in (divisor, *_components(name)):
             if needed not in (None, *divisors):
@@ -157,10 +157,10 @@ def _divisors(
 
 
 def _is_ours(name: str) -> bool:
-    return name in SUMS or _divisor(name) is not None or bool(_components(name))
+    return name in SUMS or divisor_of(name) is not None or bool(_components(name))
 
 
-def _divisor(name: str) -> str | None:
+def divisor_of(name: str) -> str | None:
     """The metric by which `combine` weights a mean or an extreme. None for other metrics and unknown names."""
     name = name.removeprefix("rollout_")  # the prefix in `LossOutput.metrics`
     if name.startswith("bound_share_"):  # of one of several corrections

@@ -1,4 +1,4 @@
-"""Shared by the loss functions for other trainers: check settings, call `policy_loss`, name metrics."""
+"""Shared by the loss functions for other trainers: check settings, call `policy_loss`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective, policy_loss
-from gspo_kernels.metrics import COUNTS
 from gspo_kernels.validation import Checks
 
 GSPO = Objective()
@@ -50,17 +49,3 @@ def loss_of_log_probs(
 def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
     """cu_seqlens [S + 1] of packed sequences with these lengths, on the device of `like`."""
     return torch.tensor([0, *accumulate(lengths)], device=like.device)
-
-
-def logged_metrics(out: LossOutput, **trainer_names: str) -> dict[str, Tensor]:
-    """Rename the metrics to "gspo/<name>", in the loss's dtype. Add some of them again under the trainer's names.
-
-    The trainer averages them over micro-batches and ranks. Counts, which `metrics.combine` needs, are left out.
-
-    Args:
-        trainer_names: keywords are the trainer's names, values are our names. A metric that is not in `out.metrics` is
-            left out.
-    """
-    metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items() if name not in COUNTS}
-    renamed = {trainer_name: metrics[name] for trainer_name, name in trainer_names.items() if name in metrics}
-    return renamed | {f"gspo/{name}": x for name, x in metrics.items()}

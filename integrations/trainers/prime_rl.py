@@ -11,12 +11,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gspo_kernels import KeptSets, Objective, linear_log_probs, policy_loss
+from gspo_kernels import KeptSets, LossOutput, Objective, linear_log_probs, policy_loss
+from gspo_kernels.metrics import divisor_of
 from gspo_kernels.validation import INDEX_DTYPES, Checks, TensorChecks, positive
 
-from .common import logged_metrics, offsets
+from .common import offsets
 
 __all__ = ["LossInputs", "LossOutputs", "head", "loss"]
+
+COUNTS = ("tokens", "sequences", "ratios")
 
 
 class LossInputs(Protocol):
@@ -31,10 +34,10 @@ class LossInputs(Protocol):
 
 
 class LossOutputs(NamedTuple):
-    """The fields of LossOutputs that prime-rl reads. Each tensor is []."""
+    """The fields of LossOutputs that prime-rl reads."""
 
-    loss: Tensor
-    metrics: dict[str, Tensor]
+    loss: Tensor  # []
+    metrics: dict[str, Tensor]  # each [values of the sequence]
 
 
 def loss(inputs: LossInputs, preset: str = "gspo", mean_length: float = 1.0, **changes: Any) -> LossOutputs:
@@ -65,7 +68,21 @@ def loss(inputs: LossInputs, preset: str = "gspo", mean_length: float = 1.0, **c
         objective=Objective.preset(preset, **changes),
         normalizer=1 / mean_length,
     )
-    return LossOutputs(out.loss, logged_metrics(out, is_clipped="token_clip_fraction"))
+    return LossOutputs(out.loss, _repeated(out))
+
+
+def _repeated(out: LossOutput) -> dict[str, Tensor]:
+    """Our metrics as "gspo/<name>", each repeated as often as its divisor counts, and prime-rl's `is_clipped`.
+
+    prime-rl concatenates the values of all sequences of a step, on all ranks, and logs their mean, minimum and maximum.
+    A mean over tokens is repeated for each unmasked token. So the logged mean is the mean over the tokens of the step.
+    """
+    counts: dict[str | None, int] = {name: int(out.metrics[name]) for name in COUNTS}
+    names = {f"gspo/{name}": name for name in out.metrics if name not in COUNTS}
+    logged = {}
+    for key, name in {"is_clipped": "token_clip_fraction", **names}.items():
+        logged[key] = out.metrics[name].to(out.loss.dtype).expand(counts.get(divisor_of(name), 1))
+    return logged
 
 
 def head(

@@ -13,6 +13,7 @@ Without vocab_size, Megatron's padding of the vocabulary counts, as in SkyRL's f
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
@@ -21,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_kernels import Objective
+from gspo_kernels import LossOutput, Objective
+from gspo_kernels.metrics import COUNTS
 from gspo_kernels.validation import Checks
 
-from .common import GSPO, USE_CORRECTION, check_settings, logged_metrics, loss_of_log_probs
+from .common import GSPO, USE_CORRECTION, check_settings, loss_of_log_probs
 from .shards import log_probs_of_shard, next_tokens
 
 __all__ = ["fused_log_probs", "log_probs", "loss"]
@@ -81,8 +83,21 @@ def loss(
         normalizer=1.0,
         objective=objective,
     )
-    metrics = logged_metrics(out, clip_ratio="token_clip_fraction")
-    return out.loss, dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
+    return out.loss, _logged(out)
+
+
+def _logged(out: LossOutput) -> dict[str, float]:
+    """Our metrics as "gspo/<name>", without counts, and SkyRL's `clip_ratio`.
+
+    SkyRL averages them over micro-batches, but takes the minimum and the maximum of names that end in _min and _max.
+    So in a micro-batch without ratios, `ratio_min` is inf and `ratio_max` is -inf, instead of 1.
+    """
+    names = [name for name in out.metrics if name not in COUNTS]
+    values = torch.stack([out.metrics[name].double() for name in (*names, "ratios")]).tolist()
+    logged = dict(zip(names, values, strict=False))
+    if values[-1] == 0:
+        logged |= {"ratio_min": math.inf, "ratio_max": -math.inf}
+    return {"clip_ratio": logged["token_clip_fraction"], **{f"gspo/{name}": x for name, x in logged.items()}}
 
 
 def fused_log_probs(

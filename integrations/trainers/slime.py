@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo_kernels import KeptSets, Objective, linear_log_probs
+from gspo_kernels import KeptSets, LossOutput, Objective, linear_log_probs
+from gspo_kernels.metrics import divisor_of
 from gspo_kernels.reference import kl_to_reference
 from gspo_kernels.validation import Checks, Unquoted
 
-from .common import GSPO, USE_CORRECTION, check_settings, logged_metrics, loss_of_log_probs, offsets
+from .common import GSPO, USE_CORRECTION, check_settings, loss_of_log_probs, offsets
 
 __all__ = ["head", "loss"]
 
@@ -210,8 +211,8 @@ def loss(
 
     Returns:
         The loss [], and tensors [] for slime's log. Under slime's names: the values of slime's `policy_loss_function`,
-        sums over samples of means over their tokens. Under "gspo/...": our metrics times the number of samples. slime
-        divides both by the number of samples.
+        sums over samples of means over their tokens. Under "gspo/...": the sums of our metrics, see `_sums`. slime adds
+        up the values of micro-batches and ranks, and divides by the number of samples.
 
     Raises:
         ValueError: a setting of slime disagrees with `objective`, or a rollout has several samples.
@@ -267,7 +268,21 @@ def loss(
             "pg_loss": loss_of(log_probs, objective=policy_term).loss,
             **{name: sum_of_sample_mean(x.to(log_probs.dtype)) for name, x in per_token.items()},
         }
-    return out.loss, metrics | {name: x * samples for name, x in logged_metrics(out).items()}
+    return out.loss, metrics | _sums(out, objective)
+
+
+def _sums(out: LossOutput, objective: Objective) -> dict[str, Tensor]:
+    """Our metrics as sums. Those over tokens are named "gspo/<name>_sum".
+
+    A sum over samples that slime divides by the number of samples is their mean. Extremes do not add up.
+    """
+    sums = {f"gspo/{name}": out.metrics[name] for name in ("tokens", "sequences", "invalid")}
+    for name, x in out.metrics.items():
+        divisor = divisor_of(name)
+        if divisor is not None and not name.endswith(("_min", "_max")):
+            by_sample = divisor == "sequences" or (divisor == "ratios" and objective.ratio != "token")
+            sums[f"gspo/{name}" if by_sample else f"gspo/{name}_sum"] = x * out.metrics[divisor]
+    return {name: x.to(out.loss.dtype) for name, x in sums.items()}
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, objective: Objective) -> Tensor:

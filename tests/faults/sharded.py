@@ -105,7 +105,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "metrics of ranks not combined": (
         "metrics:combine",
-        "_combined(divisor_of, gather(combined, group.group_name))",
+        "_combined(by_name, gather(combined, group.group_name))",
         "gather(combined, group.group_name)[0]",
         "distributed/sharded::test_case[metrics of ranks are combined, sequence ratios]",
     ),

@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers.other_trainers import Rollout, assert_agree, rollout
 from helpers.pages import INTEGRATIONS, OTHER_PYTHON, code_blocks
-from tolerance import MODEL_GRADIENT_RELATIVE
+from tolerance import METRIC_RELATIVE, MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
@@ -88,7 +88,7 @@ def call_prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwarg
     total = lp.new_zeros(())
     outs = []
     scale = b.mask.sum() if weights is None else weights[b.mask].sum()
-    for i in range(B):
+    for i in range(len(lp)):
         inputs: Any = SimpleNamespace(
             trainer_logprobs=lp[i],
             inference_logprobs=b.old[i],
@@ -113,8 +113,8 @@ def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
     outs = check(b, lambda lp: call_prime_rl(b, lp, preset="grpo", aggregation="seq-mean-token-sum"), ppo)
     ratio = (b.log_probs - b.old).exp()
     beyond = (((ratio > 1.2) & (per_token(b) > 0)) | ((ratio < 0.8) & (per_token(b) < 0))) & b.mask
-    is_clipped = torch.stack([out.metrics["is_clipped"] for out in outs])  # stacked as in prime-rl
-    torch.testing.assert_close(is_clipped, beyond.sum(1) / lengths(b)[:, 0].double())
+    is_clipped = torch.cat([out.metrics["is_clipped"] for out in outs])  # concatenated as in prime-rl
+    torch.testing.assert_close(is_clipped.mean(), beyond[b.mask].double().mean())
 
 
 def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
@@ -206,7 +206,8 @@ def slime_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a fake of slime's module, in which logits are log-probs, and entropies are squares of log-probs."""
 
     def get_log_probs_and_entropy(logits: Tensor, *, args: Any, with_entropy: bool, **inputs: Any) -> Any:
-        assert with_entropy and inputs["total_lengths"] == inputs["unconcat_tokens"] == [20] * B
+        assert with_entropy and inputs["total_lengths"] == inputs["unconcat_tokens"]
+        assert inputs["total_lengths"] == [20] * len(inputs["response_lengths"])
         rows = list(logits[0].split(inputs["response_lengths"]))
         return torch.empty(0), {"log_probs": rows, "entropy": [x.square() for x in rows]}
 
@@ -222,9 +223,9 @@ def call_slime(
     mask_sums = b.mask.sum(1) if denominators is None else denominators
     rows = lambda x: [*x]  # noqa: E731
     slime_batch = {
-        "unconcat_tokens": [20] * B,
-        "total_lengths": [20] * B,
-        "response_lengths": [16] * B,
+        "unconcat_tokens": [20] * len(b.mask),
+        "total_lengths": [20] * len(b.mask),
+        "response_lengths": [16] * len(b.mask),
         "rollout_mask_sums": mask_sums,
         "loss_masks": rows(b.mask.int()),
         "advantages": rows(per_token(b)),
@@ -232,7 +233,7 @@ def call_slime(
         "ref_log_probs": rows(b.ref),
         "rollout_log_probs": rows(engine(b)),
     }
-    mean = lambda x: ((x.view(B, 16) * b.mask).sum(1) / mask_sums.clamp(min=1)).sum()  # noqa: E731
+    mean = lambda x: ((x.view(-1, 16) * b.mask).sum(1) / mask_sums.clamp(min=1)).sum()  # noqa: E731
     args = SimpleNamespace(**{**SLIME, **changes})
     return slime.loss(args, slime_batch, lp.reshape(1, -1), mean, objective=objective)
 
@@ -289,9 +290,6 @@ def test_slimes_loss_and_metrics_are_its_sums_of_sample_means(
     logged = check(b, lambda lp: call_slime(b, lp, objective, **flags), lambda lp: values(lp)["loss"])
     torch.testing.assert_close({name: x for name, x in logged.items() if "/" not in name}, values(b.log_probs))
     assert 0 < logged["pg_clipfrac"] < B - 1
-    if not of_engine:  # our metrics stay means over tokens
-        kl_to_old = ((old - b.log_probs) * b.mask).sum() / b.mask.sum()
-        torch.testing.assert_close(logged["gspo/kl_to_old"], kl_to_old * (B - 1))
 
 
 def test_slimes_truncated_importance_weights(batch: Rollout, slime_loss: None) -> None:
@@ -509,6 +507,61 @@ def test_openrlhfs_loss_is_its_gspo(batch: Rollout) -> None:
     module = openrlhf.PolicyLoss(**{**OPENRLHF, **level})
     with pytest.raises(ValueError, match="rollout_log_probs must be given"):
         module(b.log_probs, b.old, per_token(b), b.mask)
+
+
+def step_of_prime_rl(parts: list[Rollout]) -> dict[str, float]:
+    """What `compute_stats` logs: statistics of the values of all sequences."""
+    outs = [out for part in parts for out in call_prime_rl(part, part.log_probs)[1]]
+    values = {name: torch.cat([out.metrics[name] for out in outs]) for name in outs[0].metrics}
+    assert values["is_clipped"].mean() == values["gspo/token_clip_fraction"].mean()
+    shown = {name: x.mean().item() for name, x in values.items()}
+    extremes = {"gspo/ratio_min": values["gspo/ratio_min"].min(), "gspo/ratio_max": values["gspo/ratio_max"].max()}
+    return {**shown, **{name: x.item() for name, x in extremes.items()}}
+
+
+def step_of_slime(parts: list[Rollout]) -> dict[str, float]:
+    """What `reduce_train_step_metrics` logs: sums divided by the number of samples, one of which is masked."""
+    logs = [call_slime(part, part.log_probs)[1] for part in parts]
+    shown = {name: sum(log[name].item() for log in logs) / B for name in logs[0]}
+    assert shown.keys().isdisjoint({"gspo/ratio_min", "gspo/ratio_max"})
+    tokens, sequences = shown["gspo/tokens"], shown["gspo/sequences"]
+    means = {name.removesuffix("_sum"): x / tokens for name, x in shown.items() if name.endswith("_sum")}
+    return means | {f"gspo/{name}": shown[f"gspo/{name}"] / sequences for name in ("clip_fraction", "ratio_mean")}
+
+
+def step_of_skyrl(parts: list[Rollout]) -> dict[str, float]:
+    """What `reduce_metrics` logs of names that end in _min and _max. Others are means over micro-batches."""
+    logs = [call_skyrl(part, part.log_probs, slice(None))[1] for part in parts]
+    reductions = {"gspo/ratio_min": min, "gspo/ratio_max": max}
+    return {name: reduction(log[name] for log in logs) for name, reduction in reductions.items()}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("step", [step_of_prime_rl, step_of_slime, step_of_skyrl])
+def test_metrics_of_micro_batches_are_logged_as_those_of_the_step(
+    step: Callable[[list[Rollout]], dict[str, float]], sign: int, batch: Rollout, slime_loss: None
+) -> None:
+    """Micro-batches of 1, 3 and 7 sequences and one without tokens, reduced as the trainer does."""
+    b = replace(batch, log_probs=batch.old + sign * (batch.log_probs - batch.old).abs())  # all ratios above or below 1
+    ratio = sequence_ratio(b.log_probs, b.old, b)
+    worse = (ratio.clamp(1 - 3e-4, 1 + 4e-4) * per_token(b) < ratio * per_token(b)) & b.mask
+    filled = b.mask.any(1)
+    expected = {
+        "token_clip_fraction": worse[b.mask].double().mean(),
+        "kl_to_old": (b.old - b.log_probs)[b.mask].mean(),
+        "clip_fraction": worse.any(1)[filled].double().mean(),
+        "ratio_mean": ratio[filled].mean(),
+        "ratio_min": ratio[filled].min(),
+        "ratio_max": ratio[filled].max(),
+    }
+    parts = [
+        replace(b, **{name: x[rows] for name, x in vars(b).items() if isinstance(x, Tensor) and len(x) == B})
+        for rows in ([EMPTY], [0], [1, 2, 3], [4, 5, 6, 8, 9, 10, 11])
+    ]
+    shown = {name.removeprefix("gspo/"): x for name, x in step(parts).items()}
+    assert len(shown.keys() & expected.keys()) >= (2 if step is step_of_skyrl else 4)
+    for name in shown.keys() & expected.keys():
+        assert shown[name] == pytest.approx(expected[name].item(), rel=METRIC_RELATIVE), name
 
 
 def test_logged_metrics_have_no_gradient_and_the_dtype_of_the_loss(batch: Rollout, slime_loss: None) -> None:

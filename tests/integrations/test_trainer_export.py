@@ -12,6 +12,8 @@ import torch
 import yaml
 from helpers import chat_model
 from helpers.reference_runs import SMALL, rows_of, write_jsonl
+from safetensors.torch import load_file
+from tolerance import MERGED_WEIGHT_ABSOLUTE
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
@@ -55,22 +57,25 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
         ".md",
         ".jinja",
     }
-    trained = runs / name / f"model-seed{seed}"
+    trained, weights = runs / name / f"model-seed{seed}", model.state_dict()
+    base = AutoModelForCausalLM.from_pretrained(runs / "base", dtype=torch.float32).state_dict()
     if name == "lora":
-        from peft import PeftModel
-
-        base: Any = AutoModelForCausalLM.from_pretrained(runs / "base", dtype=torch.float32)
-        expected: Any = PeftModel.from_pretrained(base, trained)
-        before = base.get_input_embeddings().weight
+        settings = json.loads((trained / "adapter_config.json").read_text())
+        adapter = {key: x.double() for key, x in load_file(trained / "adapter_model.safetensors").items()}
+        expected = {key: x.double() for key, x in base.items()}
+        for key in adapter:
+            if (module := key.removesuffix(".lora_A.weight")) != key:
+                change = adapter[f"{module}.lora_B.weight"] @ adapter[key] * settings["lora_alpha"] / settings["r"]
+                assert change.norm() > 0
+                expected[f"{module.removeprefix('base_model.model.')}.weight"] += change
+        rounding, limit = torch.finfo(dtype).eps / 2, MERGED_WEIGHT_ABSOLUTE
     else:
-        expected = AutoModelForCausalLM.from_pretrained(trained)
-        untrained: Any = AutoModelForCausalLM.from_pretrained(runs / "base", dtype=torch.float32)
-        before = untrained.get_input_embeddings().weight
-    with torch.no_grad():
-        logits = expected(IDS).logits
-        error = (model.float()(IDS).logits - logits).norm() / logits.norm()
-    assert error < (1e-2 if name == "lora" else 1e-6)
-    assert torch.equal(model.get_input_embeddings().weight, before) == (name == "lora")
+        expected, rounding, limit = AutoModelForCausalLM.from_pretrained(trained).state_dict(), 0.0, 0.0
+        assert not torch.equal(weights["lm_head.weight"], base["lm_head.weight"])
+    assert weights.keys() == expected.keys()
+    for key, x in weights.items():
+        error = (x.double() - expected[key]).abs() - rounding * expected[key].abs()
+        assert error.max() <= limit, key
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == chat_model.TEMPLATE
     generation = GenerationConfig.from_pretrained(out)

@@ -77,7 +77,8 @@ def _repeated(out: LossOutput) -> dict[str, Tensor]:
     prime-rl concatenates the values of all sequences of a step, on all ranks, and logs their mean, minimum and maximum.
     A mean over tokens is repeated for each unmasked token. So the logged mean is the mean over the tokens of the step.
     """
-    counts: dict[str | None, int] = {name: int(out.metrics[name]) for name in COUNTS}
+    numbers = torch.stack([out.metrics[name] for name in COUNTS]).tolist()  # one wait for the device
+    counts: dict[str | None, int] = {name: int(x) for name, x in zip(COUNTS, numbers, strict=True)}
     names = {f"gspo/{name}": name for name in out.metrics if name not in COUNTS}
     logged = {}
     for key, name in {"is_clipped": "token_clip_fraction", **names}.items():

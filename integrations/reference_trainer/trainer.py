@@ -53,8 +53,8 @@ def train(config: TrainConfig, task: Task | None = None, reward: Reward | None =
 
     Raises:
         InputError: an option, a file or the checkpoint cannot be used.
-        TrainingError: a loss or a gradient is not finite, or every call of a reward function failed in the rewards of
-            a step or in the evaluation before the first step.
+        TrainingError: a loss or a gradient is not finite; every call of a reward function failed in the rewards of a
+            step or in the evaluation before the first step; or no reward applied to any answer in that evaluation.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -197,6 +197,9 @@ class Learner:
         together = joined(distributed.gather(joined(rewards)))
         when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
         check_failures(together, when, self.say, allowed=step > 0)
+        if not step and not any(together.scored):
+            names = " and ".join(map(repr, together.components))
+            raise TrainingError(f"the reward {names} returned None for all {len(together.total)} answers in {when}")
         now = rewards_by_prompt(together)
         metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
         return metrics, samples

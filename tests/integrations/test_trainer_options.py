@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -24,6 +25,7 @@ from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
     TrainConfig,
+    TrainingError,
     loading,
     policy,
     read_config,
@@ -477,8 +479,19 @@ def test_rewards_may_be_none(tmp_path: Path) -> None:
     assert {line["reward"] is None for line in written} == {True, False}
 
 
-def test_a_reward_that_is_always_none_is_explained(tmp_path: Path) -> None:
-    report = train(small(tmp_path), reward=lambda *_: None)
+def test_a_reward_that_is_none_for_every_answer_stops_the_run_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = [RewardComponent(name, 1.0, lambda *_: None) for name in ("never", "nor")]
+    message = "the reward 'never' and 'nor' returned None for all 8 answers in the evaluation before the first step"
+    with pytest.raises(TrainingError, match=f"^{message}$"):
+        train(small(tmp_path), reward=rewards)
+    assert not (tmp_path / "demo").exists() and "stopped before training seed 0" in capsys.readouterr().out
+
+
+def test_a_reward_that_is_none_in_every_step_is_explained(tmp_path: Path) -> None:
+    calls = itertools.count()
+    report = train(small(tmp_path), reward=lambda *_: 1.0 if next(calls) < 8 else None)  # 8 held-out prompts
     assert "Every reward function returned None for every answer." in report.warnings()[0]
     assert [(row["reward"], row["grad_norm"], row["unscored"]) for row in rows_of(report.folder)[1:]] == [(0, 0, 1)] * 3
 

@@ -40,7 +40,8 @@ def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
             axes = next(panels)
             draw_steps(axes, rows, lambda row, name=name: row[name])
             axes.set_title(title)
-            axes.set_ylim(bottom=0)
+            top = max(axes.dataLim.y1, 0.0) or 1.0  # dataLim: of no points -inf
+            axes.set_ylim(-0.04 * top, 1.04 * top)  # the border would cut a line that lies on it
         for axes in panels:
             axes.set_visible(False)
         prompts = len(evaluations[-1]["eval_rewards"]["total"])

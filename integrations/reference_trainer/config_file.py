@@ -242,12 +242,9 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
         elif name in OBJECTIVE:
             changes[name] = convert(name, OBJECTIVE[name], value)
         elif name != "objective":
-            names = [*TYPES, *OBJECTIVE, "objective", "preset"]
-            similar = get_close_matches(name, [*TRL_NAMES, *names], 1, 0.75)
-            hint = f" (is it {similar[0]!r}?)" if similar else ""
-            if similar and similar[0] in TRL_NAMES:
-                hint = f" (TRL's {similar[0]} is {TRL_NAMES[similar[0]]} here)"
-            raise InputError(f"{name}: there is no such option{hint}; `gspo train --dry-run` prints all options")
+            raise InputError(
+                f"{name}: there is no such option{suggestion(name)}; `gspo train --dry-run` prints all options"
+            )
     of = options.get("objective", "gspo")
     try:
         if isinstance(of, Objective):
@@ -258,6 +255,19 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise InputError(f"objective: {error}") from error
     return chosen
+
+
+def suggestion(name: str) -> str:
+    """A suggestion for a message: our equivalent of a TRL name, or the option that is most similar or abbreviated."""
+    names = [*TYPES, *OBJECTIVE, "objective", "preset"]
+    similar = get_close_matches(name, [*TRL_NAMES, *names], 1, 0.75)
+    if similar and similar[0] in TRL_NAMES:
+        return f" (TRL's {similar[0]} is {TRL_NAMES[similar[0]]} here)"
+    for option in names:
+        initials = "".join(word[:1] for word in option.split("_"))
+        if not similar and len(name) > 1 and (option.startswith(name) or name == initials):
+            similar = [option]
+    return f" (is it {similar[0]!r}?)" if similar else ""
 
 
 def convert(name: str, kind: str, value: Any) -> Any:

@@ -137,6 +137,8 @@ def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | Non
         task = task_by_name(config.task, config.eval_prompts, components)
         prompts = f"{config.task}: {task.split}"
     else:
+        if not folder.is_dir():
+            raise InputError(f"{source}: there is no such folder; a model of the hub needs data=FILE or task=NAME too")
         raise InputError(f"data: expected data=FILE or task=NAME with the prompts to evaluate {source} on, got neither")
     return checked(Evaluation(config, options, task, prompts))
 

@@ -255,8 +255,6 @@ class Training(Learner):
         say = self.progress.say
         weight = self.policy.router_loss_weight
         self.seed_generators(0)
-        if self.seed == self.config.seeds[0]:
-            say(f"held out: {self.folder.record['held_out']}; written to {self.folder.path / HELD_OUT}")
         if weight:
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:
@@ -268,6 +266,8 @@ class Training(Learner):
         self.start = row["eval_rewards"]
         with self.stop.postponed():
             self.finish_step(row)
+        if self.seed == self.config.seeds[0]:
+            say(f"held out: {self.folder.record['held_out']}; written to {self.folder.path / HELD_OUT}")
         self.progress.begin(self.seed, row)
 
     def restore(self, saved: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 TURNS = "turns"  # the name under which rewards of turns are logged
+PATIENCE = 30.0  # seconds in the rewards of a batch after which a line says so
 LARGEST = 3.4028234663852886e38  # of a reward: the largest finite float32
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
@@ -224,6 +226,8 @@ class Rewards:
     components: tuple[RewardComponent, ...] = ()
     timeout: float = 10.0  # seconds per completion
     turn_reward: Callable[[list[str], str], list[float]] | None = None  # function(turns, answer): one reward per turn
+    # Per component, seconds after which the next slow batch is reported: doubled by each report.
+    patience: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = Counter([*(component.name for component in self.components), *([TURNS] if self.turn_reward else [])])
@@ -263,12 +267,14 @@ class Rewards:
         of_turns: list[list[float]] = []
         if self.turn_reward is not None:
             said = turns or [[text] for text in completions]
-            for text, example, parts in zip(completions, examples, said, strict=True):
-                call = partial(self.turn_reward, parts, example.answer)
-                values, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
-                reason = reason or misfit(values, len(parts))
-                failures += [Failure(TURNS, reason, text)] if reason else []
-                of_turns.append([0.0] * len(parts) if reason else values)
+            with self._reported(TURNS, completions) as begin:
+                for text, example, parts in zip(completions, examples, said, strict=True):
+                    begin(text)
+                    call = partial(self.turn_reward, parts, example.answer)
+                    values, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
+                    reason = reason or misfit(values, len(parts))
+                    failures += [Failure(TURNS, reason, text)] if reason else []
+                    of_turns.append([0.0] * len(parts) if reason else values)
             components[TURNS] = [sum(rewards) for rewards in of_turns]
         turn_rewards = None if self.turn_reward is None else of_turns
         return RewardBatch(self.totals(components, len(completions)), components, failures, turn_rewards)
@@ -295,22 +301,52 @@ class Rewards:
         if parameters.takes_lists and completions:
             options = parameters.of_all(completions, examples)
             count = len(completions)
-            result, reason = attempt(lambda: numbers_of(list(function(**options))), self.timeout * count)
+            with self._reported(name, completions):
+                result, reason = attempt(lambda: numbers_of(list(function(**options))), self.timeout * count)
             if not reason and len(result) != count:
                 reason = f"expected a list of {count} rewards, got {len(result)}"
             values = [math.nan] * count if reason else result
             reasons = [reason or misfit([x], 1, optional=True) for x in values]
         else:
             reasons = []
-            for text, example in zip(completions, examples, strict=True):
-                arguments, options = parameters.of_one(text, example)
-                call = partial(function, *arguments, **options)
-                result, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
-                reasons.append(reason or misfit(result, 1, optional=True))
-                values.append(math.nan if reasons[-1] else result[0])
+            with self._reported(name, completions) as begin:
+                for text, example in zip(completions, examples, strict=True):
+                    begin(text)
+                    arguments, options = parameters.of_one(text, example)
+                    call = partial(function, *arguments, **options)
+                    result, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
+                    reasons.append(reason or misfit(result, 1, optional=True))
+                    values.append(math.nan if reasons[-1] else result[0])
         failed = zip(reasons, completions, strict=True)
         failures += [Failure(name, reason, text) for reason, text in failed if reason]
         return [0.0 if reason else x for reason, x in zip(reasons, values, strict=True)]
+
+    @contextmanager
+    def _reported(self, name: str, completions: Sequence[str]) -> Iterator[Callable[[str], None]]:
+        """Print a line to stderr if the rewards of a batch take long. Yields a function to call with each completion.
+
+        A thread prints it, because a handler of SIGALRM waits for C code to return, and works only in the main thread.
+        """
+        begun: list[str] = []
+        seconds = self.patience.get(name, PATIENCE)
+
+        def report() -> None:
+            self.patience[name] = 2 * seconds
+            at = (
+                f"answer {len(begun)} of {len(completions)}, {begun[-1][:60]!r}"
+                if begun
+                else f"all {len(completions)} answers"
+            )
+            print(f"still waiting after {seconds:g} s for the reward {name!r} of {at}", file=sys.stderr, flush=True)
+
+        timer = threading.Timer(seconds, report)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield begun.append
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 def attempt(call: Callable[[], Any], seconds: float) -> tuple[Any, str]:

@@ -305,6 +305,8 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("reward=no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("reward=math:cielo", "expected a function cielo in math, got None (is it 'ceil'?)"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),
+        ("lr=1e-5", "lr: there is no such option (is it 'learning_rate'?)"),
+        ("temp=0.7", "temp: there is no such option (is it 'temperature'?)"),
         ("num_generations=8", "num_generations: there is no such option (TRL's num_generations is group_size here);"),
         ("save_strategy=no", "no such option; `gspo train --dry-run`"),
         ("preset=mo", "(is it 'moe'?)"),

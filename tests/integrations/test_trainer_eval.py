@@ -123,6 +123,7 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
             "",
             "data: expected data=FILE or task=NAME with the prompts to evaluate {run}",
         ),
+        ("runs/nowhere", "", "runs/nowhere: there is no such folder"),
         ("nowhere", "task=sorting", "model nowhere: there is no such folder"),
     ],
 )

@@ -187,7 +187,9 @@ def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> Non
     assert resumed.results[0].held_out == whole.results[0].held_out
 
 
-def test_curves_are_inside_their_panels_and_the_legend_is_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_inside_their_panels_and_the_legend_is_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures: list[Any] = []
     figure = pytest.importorskip("matplotlib.figure").Figure
     save = figure.savefig

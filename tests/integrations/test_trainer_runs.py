@@ -188,7 +188,7 @@ def test_signal_handlers_replace_defaults_in_the_main_thread_only(monkeypatch: p
 
 def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(small(tmp_path, steps=4))
-    held_out, skipping, *lines = capsys.readouterr().out.splitlines()
+    skipping, held_out, *lines = capsys.readouterr().out.splitlines()
     rows = rows_of(tmp_path / "demo")
     file = tmp_path / "demo" / "held_out.jsonl"
     assert held_out == f"held out: 8 of 648 prompts, by random.Random(0).sample; written to {file}"
@@ -208,6 +208,13 @@ def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsy
             f"seed 0  step {first + 1} of 4  {held_out}  training reward {mean:.3f}  clip fraction {clipped:.3f}  "
         )
         assert line.startswith(expected) and re.search(r"  [\d,]+ tokens/s$", line)
+
+
+def test_a_file_is_said_to_be_written_only_when_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"^output: expected a folder to write to, got {tmp_path}/file/demo "):
+        train(small(tmp_path / "file"))
+    assert "written" not in capsys.readouterr().out
 
 
 def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

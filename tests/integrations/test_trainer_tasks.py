@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +212,28 @@ def test_a_wrong_signature_is_an_error_before_anything_is_sampled(tmp_path: Path
     without_reward = CliRunner().invoke(app, arguments)
     assert 'line 1: "answer" is missing, which the default reward needs' in without_reward.stderr
     assert not CliRunner().invoke(app, [*arguments, "--dry-run", f"reward={tmp_path}/mine.py:g"]).exit_code
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_slow_reward_is_reported_once_with_the_answer_that_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, is_list: bool
+) -> None:
+    printed, hangs, arrived = [], threading.Event(), threading.Event()
+    stream = SimpleNamespace(write=lambda text: (printed.append(text), arrived.set()), flush=lambda: None)
+    monkeypatch.setattr(sys, "stderr", stream)
+    # The time is over as soon as the second answer hangs.
+    monkeypatch.setattr(threading.Timer, "run", lambda timer: (hangs.wait(30), timer.function()))
+
+    def slow(text: str) -> float:
+        return float(text == "a" or (hangs.set(), arrived.wait(30))[1])
+
+    component = RewardComponent("slow", 1.0, (lambda completions: [*map(slow, completions)]) if is_list else slow)
+    rewards = Rewards((component,))
+    before = threading.active_count()
+    assert rewards(["a", "b"], ROWS).total == [1.0, 1.0] and threading.active_count() == before
+    of = "all 2 answers" if is_list else "answer 2 of 2, 'b'"
+    assert "".join(printed) == f"still waiting after 30 s for the reward 'slow' of {of}\n"
+    assert rewards.patience == {"slow": 60.0}
 
 
 def test_the_reason_of_a_failure_is_one_line() -> None:

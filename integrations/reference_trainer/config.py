@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +36,10 @@ AT_LEAST_ZERO = (
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
 ACCEPTED: dict[str, Any] = {"bool": bool, "int": Integral, "float": Real, "Step": Step, "Objective": Objective}
-ACCEPTED |= {"str": (str, os.PathLike), "Path": (str, os.PathLike)}
+ACCEPTED |= {"str": (str, os.PathLike), "Path": (str, os.PathLike), "dict[str, Any]": Mapping}
 CONVERTED: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": Path}
+CONVERTED |= {"dict[str, Any]": dict}
+RENDERING = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message"}  # set by chat.py
 POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
 
 
@@ -78,6 +81,7 @@ class TrainConfig:
     reward: tuple[str, ...] = ()  # "module:function" or "file.py:function", with a weight "0.5*file.py:function"
     reward_timeout: float = 10.0  # seconds per call of a reward function
     max_prompt_tokens: int = 0  # 0: no limit
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the tokenizer's chat template
     eval_every: int = 25  # steps between evaluations; step 0 and the last step are always evaluated
     eval_prompts: int = 128  # held out, never trained on; at most a fifth of `data`
     # Sampling
@@ -186,6 +190,10 @@ class TrainConfig:
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
         require("advantages", len(self.advantages) > 0, "at least one call, such as [group_advantages]")
         require("advantages", {step.call for step in self.advantages} <= set(STEPS), f"calls of {', '.join(STEPS)}")
+        variables = self.chat_template_kwargs
+        mine = ", ".join(sorted(RENDERING))
+        require("chat_template_kwargs", is_json(variables), "texts as keys, and JSON values")
+        require("chat_template_kwargs", not RENDERING & variables.keys(), f"none of {mine}, which the trainer sets")
         require("task", not self.task or self.data is None, f"'' with data={self.data}, which has its own prompts")
         if self.routing_replay and self.gradient_checkpointing:
             presets = "the presets 1b-10b and moe set it to true"
@@ -300,6 +308,14 @@ def typed(name: str, kind: str, value: Any) -> Any:
     if not isinstance(value, ACCEPTED.get(plain, ())) or (isinstance(value, bool) and plain != "bool"):
         raise InputError(f"{name}: expected {kind}, got {value!r}")
     return CONVERTED.get(plain, lambda x: x)(value)
+
+
+def is_json(value: Any) -> bool:
+    """True if a value is the same after it has been written to a JSON file."""
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
 
 
 # Defaults that differ for a pretrained model.

@@ -332,6 +332,14 @@ def number(value: Any) -> Any:
         return value
 
 
+def mapping_of(value: Any) -> Mapping[str, Any]:
+    """Convert keys and values such as {enable_thinking: false}."""
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return value
+
+
 # The type of an option -> its accepted spellings, and how to convert them.
 KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bool": ("true or false", lambda x: {"true": True, "false": False}[str(x).lower()]),
@@ -340,6 +348,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "float": ("a number, such as 0.001 or 1e-3", float),
     "str": ("a text", str),
     "Path": ("a path", Path),
+    "dict[str, Any]": ("keys and values, such as {enable_thinking: false}", mapping_of),
     "tuple[int, ...]": ("whole numbers, such as 0 or 0,1,2 or [0, 1, 2]", lambda x: tuple(map(int, items_of(x)))),
     "tuple[str, ...]": ("texts, such as a or a,b or [a, b]", lambda x: tuple(map(str, items_of(x)))),
     "RolloutCorrection | tuple[RolloutCorrection, ...]": (

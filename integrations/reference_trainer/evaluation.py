@@ -27,7 +27,7 @@ from .sampling import fitting
 
 # Options of `gspo train` that apply to an evaluation. That of a run begins with the run's values.
 SHARED = ("task", "data", "reward", "reward_timeout", "eval_prompts", "max_prompt_tokens", "max_new_tokens")
-SHARED += ("temperature", "top_k", "top_p", "min_p", "precision", "device", "threads")
+SHARED += ("chat_template_kwargs", "temperature", "top_k", "top_p", "min_p", "precision", "device", "threads")
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
             f"{type(policy.inner).__name__}"
         )
     policy.checkpointing = config.gradient_checkpointing
+    policy.chat_template_kwargs = config.chat_template_kwargs
     return policy
 
 

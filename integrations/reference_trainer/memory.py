@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 def untrained(config: TrainConfig, characters: str = SORTING) -> Any:
-    """Make the model without weights, as `inner`, with its `tokenizer`.
+    """Make the model without weights, as `inner`, with its `tokenizer` and `chat_template_kwargs`.
 
     Raises:
         InputError: there is no such model.
@@ -44,7 +44,8 @@ def untrained(config: TrainConfig, characters: str = SORTING) -> Any:
     except (OSError, ValueError) as error:
         raise InputError(f"model {config.model}: {missing}: {' '.join(str(error).split())}") from error
     with torch.device("meta"):
-        return SimpleNamespace(inner=AutoModelForCausalLM.from_config(settings), tokenizer=tokenizer)
+        model = AutoModelForCausalLM.from_config(settings)
+    return SimpleNamespace(inner=model, tokenizer=tokenizer, chat_template_kwargs=config.chat_template_kwargs)
 
 
 def predicted_memory(config: TrainConfig, device: torch.device, model: Any = None) -> dict[str, float]:

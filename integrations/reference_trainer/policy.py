@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ class Policy:
     tokenizer: Any
     fused: FusedHead
     checkpoint_generation_config: GenerationConfig  # restored when the model is saved
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     checkpointing: bool = False  # recompute activations in the backward
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed

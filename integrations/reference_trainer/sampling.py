@@ -18,7 +18,7 @@ from gspo_kernels import KeptSets
 from gspo_kernels.kept_sets import kept_by_sampler
 
 from ..tasks import Example, Task
-from ..tasks.rewards import Prompt
+from .chat import check_replies, encode, encode_reply
 from .config import UNTRUNCATED, InputError, TrainConfig, Truncation
 from .policy import Policy, decoder_config
 
@@ -161,7 +161,7 @@ def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_toke
     """Append the environment's reply to a dialogue. None, or a reply that does not fit, ends the dialogue."""
     if reply is None:
         return
-    ids = encode_reply(policy, reply)
+    ids = encode_reply(policy, dialogue.example.prompt, reply, end=dialogue.ids[-1])
     if len(dialogue.ids) + len(ids) >= max_new_tokens:
         dialogue.truncated = True
         return
@@ -291,40 +291,13 @@ def right_padded(rows: Sequence[Sequence[float]], value: int = 0, dtype: torch.d
     return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
-def encode(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode prompts. Use the tokenizer's chat template; without one, join the messages of a chat by newlines."""
-    tokenizer = policy.tokenizer
-    if tokenizer.chat_template is None:
-        texts = [p if isinstance(p, str) else "\n".join(message["content"] for message in p) for p in prompts]
-        return tokenizer(texts)["input_ids"]
-    chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
-    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # a chat template has the special tokens
-
-
-def encode_reply(policy: Policy, reply: str) -> list[int]:
-    """Encode the environment's reply to a turn that ended with an end-of-sequence token.
-
-    With a chat template, the reply is a user message, followed by the tokens that begin the assistant's next turn.
-    """
-    tokenizer = policy.tokenizer
-    if tokenizer.chat_template is None:
-        return tokenizer(reply, add_special_tokens=False)["input_ids"]
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    before = tokenizer.apply_chat_template(chat, tokenize=False)
-    chat.append({"role": "user", "content": reply})
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    end = before.rfind(tokenizer.eos_token)  # the policy sampled this token; what follows it begins the reply
-    start = len(before) if end < 0 else end + len(tokenizer.eos_token)
-    return tokenizer(text[start:], add_special_tokens=False)["input_ids"]
-
-
 def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]:
     """Leave out prompts of more than `max_prompt_tokens` tokens (0: none). Return the task and how many were left out.
 
     Raises:
         InputError: no prompt is left to train or evaluate on; the longest prompt and an answer of `max_new_tokens`
-            exceed the model's positions; or a prompt has no tokens, or a token id beyond the model's embeddings.
+            exceed the model's positions; a prompt has no tokens, or a token id beyond the model's embeddings; or the
+            chat template fails on a prompt, or cannot be used for the task's replies.
     """
     kept: list[list[Example]] = []
     longest = 0
@@ -336,6 +309,8 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
             continue
         prompts = encode(policy, [example.prompt for example in examples])
         check_tokens(config, policy, examples, prompts)
+        if task.reply is not None:
+            check_replies(policy, [example.prompt for example in examples])
         lengths = [len(ids) for ids in prompts]
         fits = [length <= (max_prompt_tokens or math.inf) for length in lengths]
         if not any(fits):

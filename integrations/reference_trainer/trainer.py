@@ -20,6 +20,7 @@ from ..tasks import Example, RewardBatch, Task, batches
 from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
+from .chat import encode
 from .checkpoints import CHECKPOINT, WriteError
 from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
@@ -32,7 +33,7 @@ from .policy import PRINTABLE, Policy
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
-from .sampling import Rollout, encode, fitting, padded, sampler_weights
+from .sampling import Rollout, fitting, padded, sampler_weights
 from .stopping import StopSignals
 from .update import Batch, NotFiniteError, TrainingError, mini_batches, update, with_log_probs
 from .zero_advantage import live_rows, skipping

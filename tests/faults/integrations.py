@@ -126,6 +126,12 @@ FAULTS: dict[str, Fault] = {
         "dialogue.add(ids, reply, log_probs=[0.0] * len(ids))",
         "trainer_tasks::test_a_dialogue_masks_the_calculators_replies",
     ),
+    "the end token of a turn repeated before a reply": (
+        "reply_text",
+        "ends[-1].end() if ends else 0",
+        "0",
+        "trainer_tasks::test_any_end_token_stands_for_the_end_of_a_turn",
+    ),
     "sampling without the temperature": (
         "ChosenTokens.__call__",
         "scores / self._temperature",

@@ -18,14 +18,15 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> transformers.PreTrainedTokenizerFast:
+def tokenizer(*special: str) -> transformers.PreTrainedTokenizerFast:
+    """Make the tokenizer. `special` tokens are added to those of the template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {token: i for i, token in enumerate([PAD, START, END, *alphabet])}
+    ids = {token: i for i, token in enumerate(dict.fromkeys([PAD, START, END, *special, *alphabet]))}
     plain = Tokenizer(models.BPE(ids, []))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     plain.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token=PAD, eos_token=END, additional_special_tokens=[START]
+        tokenizer_object=plain, pad_token=PAD, eos_token=END, additional_special_tokens=[START, *special]
     )
     made.chat_template = TEMPLATE
     return made

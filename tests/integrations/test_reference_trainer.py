@@ -23,9 +23,10 @@ from gspo_kernels.integrations.reference_trainer import (
     train_config,
     update,
 )
+from gspo_kernels.integrations.reference_trainer.chat import encode
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
-from gspo_kernels.integrations.reference_trainer.sampling import encode, left_padded, sample
+from gspo_kernels.integrations.reference_trainer.sampling import left_padded, sample
 from gspo_kernels.integrations.tasks import Example, answer_found, batches, letters_in_place, task_by_name
 from gspo_kernels.tools.cli import app
 

@@ -63,6 +63,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_run_can_be_written_and_read(tmp_path: Path, preset: str) -> None:
     config = read_config(None, [f"preset={preset}", "objective=luspo", "cache_mib=3", "clip_high=inf", "kl_coef=0.1"])
+    config = replace(config, chat_template_kwargs={"enable_thinking": False, "tools": ["a"]})
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     again = read_config(resume=tmp_path)
     assert again == replace(config, name=tmp_path.name, output=tmp_path.parent, resume=True, overwrite=False)
@@ -141,6 +142,13 @@ def test_values_from_python_may_be_texts_and_lists(tmp_path: Path, monkeypatch: 
         ({"shuffle": 1}, "shuffle: expected bool, got 1"),
         ({"reward": "rewards.py:f"}, "reward: expected tuple[str, ...], got 'rewards.py:f'"),
         ({"advantages": ["whiten"]}, "advantages: expected Step, got 'whiten'"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs: expected dict[str, Any], got 'x'"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs: expected texts as keys, and JSON values, got {1: 2}"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs: expected none of add_generation_prompt, continue_final_message, conversation, "
+            "tokenize, which the trainer sets, got {'tokenize': True}",
+        ),
     ],
 )
 def test_values_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
@@ -181,6 +189,26 @@ def test_prompts_that_the_model_cannot_read_are_refused(
         result = CliRunner().invoke(app, arguments)
         assert (result.exit_code, result.output) == (1, expected)
     assert not output.exists()
+
+
+def test_variables_of_the_chat_template_reach_every_rendering(tmp_path: Path) -> None:
+    """Without its variable, this template fails. The message names the prompt, also in a dry run."""
+    demo = policy.demo_policy()
+    demo.tokenizer.chat_template = "{{ messages[0].content if short is defined else raise_exception('no\n short') }}"
+    demo.save(tmp_path / "tiny")
+    data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"sort {x}:", "answer": x} for x in "abcd"))
+    start = ["train", f"model={tmp_path}/tiny", f"data={data}", f"output={tmp_path}/runs", "name=one", "steps=1"]
+    start += ["max_new_tokens=2", "prompts_per_step=4", "group_size=2"]
+    given = "chat_template_kwargs={short: true}"
+    for arguments, options in (
+        (start, ["--dry-run", given]),
+        (start, [given]),
+        (["eval", str(tmp_path / "runs/one"), "n=0"], []),  # has the run's variables
+    ):
+        result = CliRunner().invoke(app, [*arguments, *options[:-1], "chat_template_kwargs={}"])
+        expected = r"error: prompt 'user: sort [abcd]:': the chat template fails: no short\n"
+        assert result.exit_code == 1 and re.fullmatch(expected, result.stderr), result.stderr
+        assert not CliRunner().invoke(app, [*arguments, *options]).exit_code
 
 
 # Schedules

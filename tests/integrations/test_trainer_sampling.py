@@ -15,11 +15,11 @@ from tolerance import CHI_SQUARE_DEVIATIONS, MODEL_LOG_PROB_ABSOLUTE
 
 from gspo_kernels.integrations.reference_trainer import held_out, policy, read_config, train, update
 from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.chat import encode
 from gspo_kernels.integrations.reference_trainer.sampling import (
     Truncation,
     choose,
     converse,
-    encode,
     left_padded,
     padded,
 )

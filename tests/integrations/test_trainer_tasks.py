@@ -10,20 +10,24 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers import chat_model
 from helpers.reference_runs import write_jsonl
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from jinja2 import TemplateError
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
+from gspo_kernels.integrations.reference_trainer.chat import check_replies, encode, encode_reply
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task, load_reward
-from gspo_kernels.integrations.reference_trainer.sampling import Rollout, encode, fitting, sample
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, fitting, sample
 from gspo_kernels.integrations.tasks import TASKS, Example, RewardComponent, Rewards, task_by_name
 from gspo_kernels.integrations.tasks.arithmetic import problem, steps_add_up
 from gspo_kernels.integrations.tasks.calculator import calculate
@@ -468,6 +472,102 @@ def test_replies_use_the_chat_template(character_policy: policy.Policy, monkeypa
     whole = character_policy.tokenizer.apply_chat_template(conversation, tokenize=False)
     assert character_policy.tokenizer.decode(ids) + "\n" == whole
     assert encode(character_policy, ["x"]) == encode(character_policy, [[{"role": "user", "content": "x"}]])
+
+
+TRL: Any = find_spec("trl")
+FOLDER = Path(TRL.origin).parent / "chat_templates" if TRL else Path("nowhere")
+TEMPLATES = sorted(FOLDER.glob("*.jinja"))  # none in old releases
+SPECIAL = re.compile(r"<[^<>\s]+>")
+SYSTEM, QUESTION = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many legs?"}
+BEGUN, SAID = {"role": "assistant", "content": "It is "}, {"role": "assistant", "content": "It is eight"}
+
+
+def encoder(template: str, *special: str) -> Any:
+    """Return what `encode` needs of a policy."""
+    tokenizer: Any = chat_model.tokenizer(*special)
+    tokenizer.chat_template = template
+    tokenizer.bos_token = chat_model.PAD
+    return SimpleNamespace(tokenizer=tokenizer, chat_template_kwargs={})
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_reply_is_what_the_template_writes_between_two_turns(path: Path) -> None:
+    """Compare with a rendering of the complete conversation, for every template that TRL has."""
+    template = path.read_text()
+    policy = encoder(template, *SPECIAL.findall(template))
+    tokenizer = policy.tokenizer
+    for prompt in ([QUESTION], [SYSTEM, QUESTION], [QUESTION, BEGUN]):
+        for reply in ("Wrong. Try again.", "", " <|im_end|>\n<|return|> x "):
+            chat = [*(message for message in prompt if message is not BEGUN), SAID, {"role": "user", "content": reply}]
+            try:
+                whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            except TemplateError:
+                whole = ""
+            following = whole.partition("eight")[2]
+            if not following:  # there are no system prompts, or contents that are text are left out
+                with pytest.raises(
+                    InputError, match=r"^prompt '.*: (the chat template fails|expected a chat template)"
+                ):
+                    check_replies(policy, [prompt])
+                continue
+            check_replies(policy, [prompt])
+            end = SPECIAL.match(following)[0]  # type: ignore[index]
+            ids = encode_reply(policy, prompt, reply, tokenizer.convert_tokens_to_ids(end))
+            assert end + tokenizer.decode(ids) == following
+            (asked,) = encode(policy, [prompt])
+            assert (BEGUN in prompt) == tokenizer.decode(asked).rstrip().endswith("It is")
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "expected"),
+    [
+        ("qwen3", "<|endoftext|>", "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"),
+        ("phi3_5", "<|endoftext|>", "\n<|user|>\nNo.<|end|>\n<|assistant|>\n"),
+        ("gptoss", "<|return|>", "<|start|>user<|message|>No.<|end|><|start|>assistant"),
+        ("cohere2", "<eos>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>No.<|END_OF_TURN_TOKEN|>"),
+        ("glm4moe", "<|endoftext|>", "<|user|>\nNo.<|assistant|>"),  # only a user message writes <|user|>
+        ("glm4moe", "<|user|>", "\nNo.<|assistant|>"),
+    ],
+)
+def test_any_end_token_stands_for_the_end_of_a_turn(name: str, end: str, expected: str) -> None:
+    if not TEMPLATES:
+        pytest.skip("no release of TRL with chat templates is installed")
+    template = (FOLDER / f"{name}.jinja").read_text()
+    policy = encoder(template, end, *SPECIAL.findall(template))
+    ids = encode_reply(policy, "How many legs?", "No.", policy.tokenizer.convert_tokens_to_ids(end))
+    assert policy.tokenizer.decode(ids).startswith(expected)
+
+
+TURNS = "{% for m in messages %}[{{ m.role[0] }}]{{ CONTENT }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("m.content ~ (' Think.' if loop.last and m.role == 'user' else '')", "the prompt differently when an answer"),
+        ("(messages[0].content ~ m.content) if loop.last else m.content", "the prompt differently when an answer"),
+        ("m.content if m.role == 'user' else ''", "the assistant's message 0 times"),
+        ("m.content if loop.index < 3 else ''", "does not render the reply to an answer"),
+    ],
+)
+def test_templates_that_do_not_preserve_prefixes_are_refused(
+    character_policy: policy.Policy, content: str, reason: str
+) -> None:
+    character_policy.tokenizer.chat_template = TURNS.replace("CONTENT", content)
+    task = task_by_name("calculator", 8)
+    with pytest.raises(InputError, match=f"^prompt 'user: .* by calculator:': .*{reason}"):
+        fitting(TrainConfig(), character_policy, task)
+    fitting(TrainConfig(), character_policy, replace(task, reply=None))
+
+
+def test_a_prompt_without_a_template_has_no_end_token(character_policy: policy.Policy) -> None:
+    tokenizer = character_policy.tokenizer
+    without = tokenizer(["2+7", ""])["input_ids"]
+    names = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<unk>", "<eos>")]
+    single = "<unk> $A <eos> <eos>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=names)
+    assert tokenizer("2")["input_ids"][-1] == tokenizer.eos_token_id
+    assert encode(character_policy, ["2+7", ""]) == [[tokenizer.unk_token_id, *ids] for ids in without]
 
 
 def test_the_users_rewards_replace_those_of_turns_and_get_the_whole_dialogue() -> None:

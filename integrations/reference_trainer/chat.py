@@ -1,0 +1,157 @@
+"""Token ids of prompts and of an environment's replies. Chats use the tokenizer's chat template, if it has one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from textwrap import shorten
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ..tasks import Example
+from ..tasks.rewards import Prompt
+from .config import InputError
+
+Messages = list[dict[str, str]]
+ANSWER, REPLY = "[the-answer-of-a-turn]", "[the-reply-to-a-turn]"  # contents that can be found in a rendering
+
+
+def encode(policy: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Encode prompts. Use the tokenizer's chat template; without one, join the messages of a chat by newlines.
+
+    A chat that ends with a message of the assistant is continued. Otherwise the assistant's turn is begun.
+
+    Args:
+        policy: has a `tokenizer` and `chat_template_kwargs`.
+
+    Raises:
+        InputError: the chat template fails on a prompt.
+    """
+    tokenizer = policy.tokenizer
+    if tokenizer.chat_template is None:
+        texts = [p if isinstance(p, str) else "\n".join(message["content"] for message in p) for p in prompts]
+        # Some tokenizers append an end-of-sequence token, after which there is nothing to continue.
+        added = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+        appended = len(list(takewhile(bool, reversed(added))))
+        return [ids[: len(ids) - appended] for ids in tokenizer(texts)["input_ids"]]
+    texts = [rendered(policy, messages_of(prompt)) for prompt in prompts]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # a chat template has the special tokens
+
+
+def encode_reply(policy: Any, prompt: Prompt, reply: str, end: int) -> list[int]:
+    """Encode the environment's reply to a turn that ended with the token `end`.
+
+    With a chat template, the reply is a user message. Its tokens are all that the template writes between the end of
+    the turn and the beginning of the next turn.
+    """
+    tokenizer = policy.tokenizer
+    last = tokenizer.decode([end])
+    text = reply if tokenizer.chat_template is None else reply_text(policy, messages_of(prompt), reply, last)
+    # Some tokenizers encode the beginning of a text differently, so encode the reply after the end token.
+    ids = tokenizer(last + text, add_special_tokens=False)["input_ids"]
+    return ids[1:] if ids[:1] == [end] else tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def check_replies(policy: Any, prompts: Sequence[Prompt]) -> None:
+    """Check that replies can be appended to these prompts: try the chat template on each sequence of roles once.
+
+    Tokens of a dialogue are never rendered again. So a message must be rendered identically, whatever follows it.
+
+    Raises:
+        InputError: the chat template fails, or does not preserve prefixes.
+    """
+    if policy.tokenizer.chat_template is None:
+        return
+    chats = {tuple(message["role"] for message in chat): chat for chat in map(messages_of, prompts)}
+    for messages in chats.values():
+        reply_text(policy, messages, REPLY, policy.tokenizer.eos_token)
+        asked = messages[:-1] if is_begun(messages) else messages
+        if asked:
+            # The two differ where the assistant's turn begins.
+            start = common(rendered(policy, asked), rendered(policy, asked, begin=False))
+            if not rendered(policy, [*answered(messages), user(REPLY)]).startswith(start):
+                refuse(messages, "renders the prompt differently when an answer and a reply follow it")
+
+
+def messages_of(prompt: Prompt) -> Messages:
+    return [user(prompt)] if isinstance(prompt, str) else prompt
+
+
+def common(a: str, b: str) -> str:
+    """The longest common prefix."""
+    return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def is_begun(messages: Messages) -> bool:
+    """True if a prompt has the beginning of the policy's turn."""
+    return messages[-1]["role"] == "assistant"
+
+
+def answered(messages: Messages) -> Messages:
+    """The prompt with the policy's turn, in which ANSWER is what the policy wrote."""
+    if is_begun(messages):
+        return [*messages[:-1], {"role": "assistant", "content": messages[-1]["content"] + ANSWER}]
+    return [*messages, {"role": "assistant", "content": ANSWER}]
+
+
+def rendered(policy: Any, messages: Messages, begin: bool = True) -> str:
+    """Apply the chat template. `begin`: end with the beginning of the policy's turn."""
+    continues = begin and is_begun(messages)
+    options = {"add_generation_prompt": begin and not continues, "continue_final_message": continues}
+    try:
+        return policy.tokenizer.apply_chat_template(messages, tokenize=False, **options, **policy.chat_template_kwargs)
+    except (TemplateError, TypeError, ValueError) as error:
+        reason = shorten(str(error), 200, placeholder=" ...")
+        raise InputError(f"prompt {name_of(messages)}: the chat template fails: {reason}") from error
+
+
+def after_answer(policy: Any, messages: Messages, begin: bool = True) -> str:
+    """The rendering of a chat after ANSWER."""
+    parts = rendered(policy, messages, begin).split(ANSWER)
+    if len(parts) != 2:
+        refuse(messages, f"renders the assistant's message {len(parts) - 1} times")
+    return parts[1]
+
+
+def reply_text(policy: Any, messages: Messages, reply: str, end: str) -> str:
+    """The text of a reply after the end token of the policy's turn.
+
+    The end token takes the place of the template's end-of-turn token, even if they differ, as in TRL.
+    """
+    chat = answered(messages)
+    tail, example = (after_answer(policy, [*chat, user(text)]) for text in (reply, REPLY))
+    between, found, following = example.partition(REPLY)
+    if not found:
+        refuse(messages, "does not render the reply to an answer")
+    if end in between:
+        place = between.index(end) + len(end)
+    else:
+        special = [token.content for token in policy.tokenizer.added_tokens_decoder.values() if token.special]
+        pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+        closing = common(between, after_answer(policy, chat, begin=False))
+        ends = list(pattern.finditer(closing))
+        if not ends:  # GPT-OSS closes the last answer with another token than all other messages
+            ends = [x for x in [pattern.search(between)] if x and following.lstrip().startswith(x[0])]
+        place = ends[-1].end() if ends else 0
+    if tail[:place] != between[:place]:
+        refuse(messages, f"ends the assistant's message differently before the reply {reply[:60]!r}")
+    return tail[place:]
+
+
+def name_of(messages: Messages) -> str:
+    """The prompt of a chat, for messages."""
+    prompt = list(takewhile(lambda message: ANSWER not in message["content"], messages))
+    return repr(Example(prompt).key[:60])
+
+
+def refuse(messages: Messages, fault: str) -> None:
+    raise InputError(
+        f"prompt {name_of(messages)}: expected a chat template that renders a message identically, whatever "
+        f"follows it, because the task replies to answers. The tokenizer's {fault}"
+    )

@@ -66,7 +66,7 @@ def check_replies(policy: Any, prompts: Sequence[Prompt]) -> None:
         return
     chats = {tuple(message["role"] for message in chat): chat for chat in map(messages_of, prompts)}
     for messages in chats.values():
-        reply_text(policy, messages, REPLY, policy.tokenizer.eos_token)
+        reply_text(policy, messages, REPLY, end=REPLY)  # no end token, so that all renderings are tried
         asked = messages[:-1] if is_begun(messages) else messages
         if asked:
             # The two differ where the assistant's turn begins.

@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Versions of torch and triton that PyTorch releases together.
 PAIRS := 2.11.0-3.6.0 2.13.0-3.7.1 2.14.1-3.8.0 2.15.0-3.9.0
 
-.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden studies test-release release-check hub-kernel pairs test-newest
+.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden studies test-release release-check hub-kernel pairs test-newest test-processors
 demo: .venv/ready
 	$(BIN)/gspo train
 
@@ -120,6 +120,26 @@ $(PAIRS:%=pair-%): pair-%: build/pair-%/ready
 # `make test` with the packages that an installation without constraints gets. CI runs it every week.
 test-newest: build/newest/ready
 	$(MAKE) test BIN=build/newest/bin
+
+# The numeric tests with the instructions of other processors, and with one and two threads: hours. Prints each test with
+# an error above half of its limit, as error / limit. Such a limit needs a derivation, or the arithmetic a correction. CI
+# runs them every week.
+PROCESSORS := default avx2 mkl onednn
+default := ATEN_CPU_CAPABILITY=default
+avx2 := ATEN_CPU_CAPABILITY=avx2
+mkl := MKL_CBWR=COMPATIBLE
+onednn := ONEDNN_MAX_CPU_ISA=SSE41
+MARGINS := $(CURDIR)/build/margins
+# Assertions are compiled with a hook, so their bytecode has a folder of its own.
+MEASURED = env $($*) GSPO_TEST_THREADS=$$threads GSPO_TEST_MARGINS=$(MARGINS)/$*-$$threads PYTHONPYCACHEPREFIX=$(MARGINS).pyc \
+	$(BIN)/python -m pytest -m "not slow" -o enable_assertion_pass_hook=true
+test-processors: $(PROCESSORS:%=test-processor-%)
+test-processor-%: .venv/ready
+	mkdir -p $(MARGINS) && rm -f $(MARGINS)/$*-*
+	failed=0; for threads in 1 2; do \
+		$(MEASURED) tests/distributed || failed=1; \
+		$(MEASURED) -n auto --dist worksteal tests/math tests/api tests/backends tests/integrations || failed=1; \
+	done; cd tests && ../$(BIN)/python -m helpers.margins $(MARGINS)/$*-*; exit $$failed
 
 # The compile gate with the oldest and the newest Triton. `make test-slow` runs it with the pinned one.
 gate: gate-3.6.0 gate-newest

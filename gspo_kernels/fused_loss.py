@@ -177,6 +177,15 @@ def gspo_fused_loss(
         kept = None if kept_sets is None else kept_rows(check, kept_sets, head_arguments.target_ids, head.rows)
         unmasked = head.rows.mask.view(target_ids.shape)
         policy = policy_rows(check, policy_arguments, unmasked, head.rows.hidden.dtype)
+        old = policy.rows.old_log_probs
+        if kept is not None and old is not None:
+            check.hint(
+                old.device,
+                lambda: kept.is_single & (old < -1e-3),
+                "old_log_probs are below 0 at tokens whose kept set has one id, where log-probs over the set are 0. "
+                "They seem to be over the vocabulary; compute them with the same kept_sets, or ratios are too large",
+                stacklevel=5,
+            )
         if compared is not None:
             compared.update(head_values(head_arguments, head))
             compared.update(pair_values(kept, None, head.rows))

@@ -67,7 +67,7 @@ def linear_log_probs(
             Log-probs and entropies are then those of the softmax over these ids. No pass over the vocabulary is needed,
             except for tokens with an empty set if `kept_sets.empty` is "vocabulary".
         extra_ids: [B, T, k] or [N, k] int32 or int64, more ids for each token; negative ids are absent. Their log-probs
-            over the vocabulary are also returned, differentiable. Not allowed with kept_sets.
+            over the vocabulary are also returned, differentiable. With kept_sets, use a second call for them.
         gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
             leave out, in [0, 1); see `gspo_fused_loss`. 0 is exact. The backward decides once it has the gradient of
             the log-probs, and `metrics.last_backward()` tells how much it left out. If the entropies also have a
@@ -125,7 +125,8 @@ def linear_log_probs(
         head = head_rows(check, arguments)
         kept = None if kept_sets is None else kept_rows(check, kept_sets, arguments.target_ids, head.rows)
         if kept is not None and extra_ids is not None:
-            check.fail("extra_ids", "None with kept_sets", extra_ids)
+            calls = "call linear_log_probs twice, once with each: extra_log_probs are over the vocabulary"
+            check.fail("extra_ids", f"None with kept_sets ({calls})", extra_ids)
         extra = None if extra_ids is None else extra_pairs(check, extra_ids, arguments.target_ids, head.rows)
         if compared is not None:
             compared.update(head_values(arguments, head))

@@ -276,6 +276,23 @@ class TensorChecks(Checks):
         elif wrong.any().item():
             self.fail(name, expected, got())
 
+    def hint(self, device: torch.device, suspicious: Callable[[], Tensor], text: str, stacklevel: int) -> None:
+        """Warn once if values that are allowed, but hardly ever intended, occur. Only where `flag` may raise.
+
+        `suspicious` returns a bool tensor. `stacklevel` is the one of `warn_once`.
+        """
+        if values_are_checked(device):
+            x = suspicious()
+            if type(x).__name__ != "FakeTensor" and not is_functorch_wrapped_tensor(x) and x.any().item():
+                warn_once(f"{self.place}: {text}", stacklevel, kind=text)
+
+    def not_made_in_inference_mode(self, **tensors: Tensor | None) -> None:
+        """Check tensors that autograd saves. Its own error names none of them."""
+        for name, x in tensors.items():
+            if x is not None and not torch.compiler.is_compiling() and x.is_inference():
+                expected = "a tensor made outside of torch.inference_mode() (use torch.no_grad(), or pass a clone)"
+                self.fail(name, expected, Unquoted("an inference tensor, which autograd cannot save for the backward"))
+
     def invalid(self, device: torch.device) -> Tensor:
         """Return the number of invalid values that were not checked on the host, [] int64."""
         wrong = [x.reshape(-1) for x in self._wrong]

@@ -91,6 +91,9 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     _check_ids(check, target_ids, mask, columns)
     temperature = _temperature(check, arguments.temperature, mask, rows)
     needs = _needed_by_autograd(rows, weight, bias, head.adapter_hidden, head.adapter_weight)
+    if any(needs):
+        saved = {"hidden": rows, "lm_head": weight, "bias": bias, "target_ids": target_ids, "mask": mask}
+        check.not_made_in_inference_mode(**saved)
     checked = HeadRows(
         hidden=rows,
         weight=weight,

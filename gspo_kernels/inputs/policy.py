@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends.precision import multiply_no_nan
 from ..backends.rows import PolicyRows
 from ..layout import Layout, accumulator, packed_layout, padded_layout
-from ..objective import Objective
+from ..objective import SCORES, Objective
 from ..sampler_mismatch import Correction, rollout_weights
 from ..validation import FLOATS, TensorChecks, Unquoted, up_to_five
 
@@ -55,6 +55,15 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
     dtype = accumulator(dtype)
     unmasked = mask.reshape(-1)
     advantages = _advantages(check, arguments.advantages, layout, unmasked, dtype)
+    per_token = arguments.advantages.shape == layout.shape
+    if per_token and objective.ratio == "sequence" and objective.surrogate not in SCORES:
+        check.hint(
+            mask.device,
+            lambda: _differing(advantages, unmasked, layout),
+            "advantages differ inside a sequence, but with ratio='sequence' the gradient of a sequence is spread "
+            "evenly over its tokens. With ratio='sequence-token', each token has the gradient of its own advantage",
+            stacklevel=6,
+        )
     old = _log_probs(check, "old_log_probs", arguments.old_log_probs, layout, unmasked, dtype)
     ref = _log_probs(check, "ref_log_probs", arguments.ref_log_probs, layout, unmasked, dtype)
     if objective.kl_coef > 0 and ref is None:
@@ -125,6 +134,15 @@ def _advantages(
     wrong = unmasked & (per_row - per_row != 0)  # NaN or infinite
     check.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
     return per_row
+
+
+def _differing(advantages: Tensor, unmasked: Tensor, layout: Layout) -> Tensor:
+    """True for sequences whose unmasked tokens have different advantages, [S]."""
+    largest, smallest = (
+        torch.segment_reduce(torch.where(unmasked, sign * advantages, -torch.inf), "max", offsets=layout.offsets)
+        for sign in (1, -1)
+    )
+    return largest > -smallest
 
 
 def _log_probs(

@@ -599,3 +599,24 @@ def test_gspo_check_must_be_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("GSPO_CHECK", "yes")
     with pytest.raises(ValueError, match="GSPO_CHECK must be 0 or 1, got 'yes'"):
         policy_loss(torch.zeros(1, 2), torch.ones(1))
+
+
+@pytest.mark.parametrize("function", [gspo_fused_loss, linear_log_probs])
+@pytest.mark.parametrize("name", ["hidden", "lm_head", "bias", "target_ids", "mask", "old_log_probs", "temperature"])
+def test_tensors_of_inference_mode_are_named(name: str, function: Callable[..., Any]) -> None:
+    """Autograd cannot save them. Those that need not be saved are accepted, and so are all without a gradient."""
+    inputs = accepted(function, {**good_inputs(), "bias": torch.ones(V), "temperature": tokens(1.5)})
+    if name not in inputs:
+        return
+    with torch.inference_mode():
+        inputs[name] = inputs[name].clone()
+    with torch.no_grad():
+        function(**inputs)
+    inputs["lm_head" if name == "hidden" else "hidden"].requires_grad_()
+    if name in ("old_log_probs", "temperature"):
+        out = function(**inputs)
+        (out.loss if function is gspo_fused_loss else out.log_probs.sum()).backward()
+    else:
+        expected = rf"{function.__name__}: {name} must be a tensor made outside of torch.inference_mode\(\)"
+        with pytest.raises(ValueError, match=expected):
+            function(**inputs)

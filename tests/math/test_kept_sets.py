@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from tolerance import COMPILED_RELATIVE, FLOAT64_RELATIVE, KEPT_VALUE_ABSOLUTE, KEPT_VALUE_RELATIVE, RELATIVE_RMS, check
 from torch import Tensor
 
-from gspo_kernels import KeptSets, Objective, metrics
+from gspo_kernels import KeptSets, Objective, metrics, validation
 from gspo_kernels.reference import kl_to_reference, mask_of_sets, token_log_probs
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -341,6 +342,29 @@ def of_sets(sets: KeptSets) -> Tensor:
     return torch.zeros(kept.shape, dtype=torch.float64).masked_fill(~kept, -torch.inf)
 
 
+def test_old_log_probs_over_the_vocabulary_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen at sets with one id, where log-probs over the set are 0."""
+    monkeypatch.setattr(validation, "_warned", set())
+    hidden, weight = torch.randn(2, 4, 8), torch.randn(20, 8)
+    ids = torch.arange(8).view(2, 4)
+    sets = KeptSets.from_lists([[[i, i + 1], [i + 1], [i + 2, 19], [i + 3, 19]] for i in (0, 4)])
+    mask = torch.ones(2, 4, dtype=torch.bool)
+
+    def loss(kept_sets: KeptSets | None, **options: Any) -> None:
+        old = linear_log_probs(hidden, weight, ids, kept_sets=kept_sets).log_probs
+        gspo_fused_loss(hidden, weight, ids, torch.ones(2), old_log_probs=old, kept_sets=sets, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(sets)
+        mask[:, 1] = False
+        loss(None, mask=mask)
+    with pytest.warns(UserWarning, match="gspo_fused_loss: old_log_probs .* over the vocabulary") as caught:
+        for _ in range(2):
+            loss(None)
+    assert len(caught) == 1
+
+
 # -- bad input
 
 
@@ -365,7 +389,7 @@ def test_bad_sets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
             linear_log_probs(hidden, weight, ids, kept_sets=value, backend="torch")
     with pytest.raises(TypeError, match="kept_sets must be a KeptSets"):
         linear_log_probs(hidden, weight, ids, kept_sets=[[1]], backend="torch")
-    with pytest.raises(ValueError, match="extra_ids must be None with kept_sets"):
+    with pytest.raises(ValueError, match=r"extra_ids must be None with kept_sets \(call linear_log_probs twice"):
         linear_log_probs(hidden, weight, ids, kept_sets=sets, extra_ids=ids[:, None], backend="torch")
     with pytest.raises(ValueError, match="extra_ids must be below 90"):
         linear_log_probs(hidden, weight, ids, extra_ids=torch.full((4, 2), 90), backend="torch")

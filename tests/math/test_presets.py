@@ -16,7 +16,7 @@ from helpers.other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
 from helpers.samples import run_policy
 from torch import Tensor
 
-from gspo_kernels import Objective, objective, validation
+from gspo_kernels import Objective, objective, policy_loss, validation
 
 Formula = Callable[[Tensor, Rollout, Objective], Tensor]
 
@@ -353,6 +353,29 @@ def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(preset: str, no_wa
     with pytest.warns(UserWarning, match="clip_low=0.2, clip_high=0.27") as caught:
         Objective.preset(preset, clip_low=0.2, clip_high=0.27)
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_advantages_that_differ_inside_a_sequence_are_warned_of_once(packed: bool, no_warnings_yet: None) -> None:
+    log_probs = torch.full((2, 3), -1.0)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    per_turn = torch.tensor([[1.0, 1.0, 5.0], [1.0, 1.0, -1.0]])
+    offsets = {"cu_seqlens": torch.tensor([0, 3, 6])} if packed else {}
+    flat = (lambda x: x.flatten()) if packed else (lambda x: x)
+
+    def loss(advantages: Tensor, **changes: Any) -> None:
+        options: dict[str, Any] = {"objective": Objective(**changes), **offsets}
+        policy_loss(flat(log_probs), flat(advantages), mask=flat(mask), **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for other in ({"ratio": "sequence-token"}, {"ratio": "token"}, {"surrogate": "cispo", "ratio": "sequence"}):
+            loss(per_turn, **other)
+        loss(torch.where(mask, per_turn[:, :1], 9.0))  # only masked tokens differ
+    with pytest.warns(UserWarning, match="policy_loss: advantages differ inside a sequence.*sequence-token") as caught:
+        for _ in range(2):
+            loss(per_turn)
+    assert len(caught) == 1 and caught[0].filename == __file__
 
 
 def test_intended_settings_do_not_warn(no_warnings_yet: None) -> None:

@@ -15,6 +15,7 @@ gather the weight for the forward and again for the backward, and reduce the wei
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Number
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, placed_by_accelerate, take_apart
-from gspo_kernels.validation import Checks, Unquoted, dtype_name
+from gspo_kernels.validation import Checks, Unquoted, dtype_name, values_are_checked
 
 from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
 
@@ -299,6 +300,7 @@ class FusedHead:
             Checks("fuse_head").fail("with_head", "a function of hidden states, head and options", got, TypeError)
         if kwargs.get("labels") is not None:
             Checks("fuse_head").fail("labels", "None in a call with with_head, which makes no logits", kwargs["labels"])
+        _check_packed(self.model, args, kwargs)
         self.head = self.model.get_output_embeddings()
         options = self._options
         if options is None or self.is_outdated():
@@ -360,6 +362,42 @@ class FusedHead:
                 with_head=_Probe(function),
             )
         return output.logits
+
+
+def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences that would attend to each other.
+
+    transformers keeps sequences apart where position_ids begin again, but ignores this with a cache or an
+    attention_mask [B, T], without an error. Attention of the flash-attn package always keeps them apart.
+    """
+    if torch.compiler.is_compiling():  # reading values would break the graph
+        return
+    names = inspect.signature(type(model).forward).parameters
+    inputs: dict[str, Any] = {**dict(zip([*names][1:], args, strict=False)), **kwargs}
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    positions = inputs.get("position_ids")
+    mask: Any = inputs.get("attention_mask")
+    has_mask = isinstance(mask, Tensor) and mask.ndim == 2
+    use_cache = inputs.get("use_cache")
+    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        use_cache = False  # as in transformers
+    if not has_mask and not use_cache and inputs.get("past_key_values") is None:
+        return
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return
+    # Several rows are rarely packed, and reading the values on a GPU makes the host wait. transformers does so, too.
+    if "flash" in str(getattr(config, "_attn_implementation", "")) or not (
+        len(positions) == 1 or values_are_checked(positions.device)
+    ):
+        return
+    begins = positions[:, 1:] <= positions[:, :-1]
+    if has_mask and mask.shape == positions.shape:  # positions of padding may be anything
+        begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    if begins.any().item():
+        packed = "for packed sequences (position_ids begin again, which transformers ignores otherwise)"
+        name, expected, got = ("attention_mask", "None", mask) if has_mask else ("use_cache", "False", True)
+        Checks("fuse_head").fail(name, f"{expected} {packed}", got)
 
 
 def _method_of(model: Any, forward: Any) -> Any:

@@ -550,6 +550,39 @@ def test_a_fused_model_is_freed_by_one_collection() -> None:
     assert freed() is None
 
 
+def test_packed_sequences_are_kept_apart_or_refused() -> None:
+    """transformers ignores positions that begin again if there is a cache or a mask."""
+    model = make("qwen3").double()
+    lp = dense_log_probs(model)
+    fuse_head(model)
+    inputs, *_ = batch()
+    ids = inputs["input_ids"]
+    packed = {"input_ids": ids[:, :-1].reshape(1, -1), "position_ids": torch.arange(8).repeat(3)[None]}
+    ones = torch.ones_like(packed["input_ids"])
+
+    def log_probs(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
+        return linear_log_probs(hidden[0], lm_head, ids[:, 1:].flatten(), **options).log_probs
+
+    result = model(**packed, use_cache=False, with_head=log_probs).result
+    torch.testing.assert_close(result.view(3, 8), lp)
+    wrong = model(**packed, use_cache=False, attention_mask=ones).logits.log_softmax(-1)
+    assert (wrong.gather(-1, ids[:, 1:].reshape(1, -1, 1)).view(3, 8) - lp)[1:].abs().max() > 0.1
+    with pytest.raises(ValueError, match="fuse_head: use_cache must be False for packed sequences"):
+        model(**packed, with_head=log_probs)  # the configuration's default is True
+    for positional in (False, True):
+        args = (packed["input_ids"], ones, packed["position_ids"]) if positional else ()
+        with pytest.raises(ValueError, match="attention_mask must be None for packed sequences"):
+            model(
+                *args, **({} if positional else packed | {"attention_mask": ones}), use_cache=False, with_head=log_probs
+            )
+
+    # Neither one sequence nor padding is packed, even if the positions of padding begin again.
+    left = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    for positions in (torch.tensor([[1, 1, 1, 0, 1, 2]]), torch.tensor([[3, 1, 1, 0, 1, 2]])):
+        model(input_ids=ids[:1, :6], attention_mask=left, position_ids=positions, with_head=lambda *_, **__: None)
+    model(input_ids=ids[:1], position_ids=torch.arange(9)[None], with_head=lambda *_, **__: None)
+
+
 def test_labels_with_a_head_function_are_refused() -> None:
     model = make("qwen3")
     fuse_head(model)

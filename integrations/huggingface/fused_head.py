@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, placed_by_accelerate, take_apart
 from gspo_kernels.validation import Checks, Unquoted, dtype_name, values_are_checked
 
-from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
+from .head_options import HeadError, LogitOptions, compare, generators_restored, identity, measure, packing_prevented
 
 _ATTRIBUTE = "_gspo_fused_head"
 
@@ -351,9 +351,8 @@ class FusedHead:
         """
         device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
         ids = torch.arange(2, device=device)[None]  # [1, 2]
-        devices = [device] if device.type == "cuda" else []
         autocast = torch.autocast(device.type, enabled=False)
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast, packing_prevented(self.model):
+        with generators_restored(self.model), torch.no_grad(), autocast, packing_prevented(self.model):
             output = call(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.inputs.lm_head import call_inside, owner, take_apart
@@ -145,7 +147,7 @@ def _all_columns(head: Any, logits: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _evaluated(head: Any) -> Iterator[None]:
     """Switch `head` to evaluation mode (no dropout), but leave bitsandbytes' layers alone (see `packing_prevented`)."""
-    with _in_mode([module for module in head.modules() if not _packs_in_evaluation(module)], training=False):
+    with in_mode([module for module in head.modules() if not _packs_in_evaluation(module)], training=False):
         yield
 
 
@@ -156,7 +158,7 @@ def packing_prevented(model: Any) -> Iterator[None]:
     On a CPU such a layer packs its weight for inference when it is called in evaluation mode without a gradient.
     Packing cannot be undone, and the layer's backward then fails or returns no gradient.
     """
-    with _in_mode([module for module in model.modules() if _packs_in_evaluation(module)], training=True):
+    with in_mode([module for module in model.modules() if _packs_in_evaluation(module)], training=True):
         yield
 
 
@@ -166,7 +168,8 @@ def _packs_in_evaluation(module: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _in_mode(modules: list[Any], training: bool) -> Iterator[None]:
+def in_mode(modules: list[Any], training: bool) -> Iterator[None]:
+    """Put modules, without their submodules, into training or evaluation mode."""
     changed = [module for module in modules if module.training != training]
     for module in changed:
         module.training = training
@@ -175,6 +178,21 @@ def _in_mode(modules: list[Any], training: bool) -> Iterator[None]:
     finally:
         for module in changed:
             module.training = not training
+
+
+@contextlib.contextmanager
+def generators_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the generators of Python, NumPy, and torch on the CPU and on the devices of `model`."""
+    devices = {x.device for x in model.parameters() if x.device.type in ("cuda", "xpu")}
+    numpy: Any = sys.modules.get("numpy")  # these integrations do not require it
+    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices, device_type=next((x.type for x in devices), "cuda")):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy:
+            numpy.random.set_state(of_numpy)
 
 
 def identity(head: Any) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from gspo_kernels.ranks.dtensors import is_dtensor
 from gspo_kernels.validation import Checks, Unquoted
 
 from .fused_head import base_model, fuse_head, is_fused
+from .head_options import generators_restored, in_mode
 from .rows import live_tokens
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -49,7 +50,9 @@ class LogProbsByPrecision(NamedTuple):
 class ClipNoise(NamedTuple):
     """Clip decisions that rounding changes. All fields are sums: add up several measurements field by field.
 
-    A decision is whether an answer (a token with ratio="token") gets a gradient. Answers with advantage 0 have none.
+    There is one decision per answer with ratio="sequence", otherwise one per token: whether its gradient is clipped.
+    Answers and tokens whose advantage is 0 do not count. The decision of an answer changes if that of any of its tokens
+    does, which matters only if advantages differ inside the answer.
     """
 
     decisions: float
@@ -96,8 +99,10 @@ def log_probs_by_precision(
 
     Call this in the same autocast as your training step. Weights in bf16 or fp16 are cast to fp32 while they are used:
     those of one decoder layer at a time, and those outside the layers. Flash attention, which has no fp32, is replaced
-    by PyTorch's `scaled_dot_product_attention` or, for a model that it does not support, by eager attention. Dropout
-    must be off (`model.eval()`), as for old log-probs.
+    by PyTorch's `scaled_dot_product_attention` or, for a model that it does not support, by eager attention.
+
+    The model runs in evaluation mode, without dropout. The call restores the mode of each module, and the random number
+    generators of Python, NumPy and torch.
 
     Args:
         model: a causal language model of transformers, plain or wrapped by PEFT or DistributedDataParallel. If it is
@@ -139,16 +144,16 @@ def log_probs_by_precision(
             return linear_log_probs(hidden, head, targets, **options, **kwargs).log_probs
 
     was_fused = is_fused(model)
-    fused = fuse_head(model)
     inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    try:
-        with torch.no_grad():
+    with torch.no_grad(), generators_restored(model), in_mode(list(model.modules()), training=False):
+        fused = fuse_head(model)
+        try:
             used, head_only = model(**inputs, with_head=both_heads).result
             with _body_in_fp32(base):
                 exact = model(**inputs, with_head=fp32_head).result
-    finally:
-        if not was_fused:
-            fused.remove()
+        finally:
+            if not was_fused:
+                fused.remove()
     return LogProbsByPrecision(used, head_only, exact)
 
 
@@ -240,33 +245,43 @@ def clip_noise(
         before, after: log-probs of the same tokens [B, T] by the weights of the old log-probs, and by those of the
             update (`log_probs_by_precision`).
         advantages, mask: of `policy_loss`.
-        objective: of the loss; its KL and entropy terms are left out. None: `Objective()`.
+        objective: of the loss; its KL term, entropy bonus and rollout correction are left out. None: `Objective()`.
 
     Raises:
         ValueError: the surrogate of the objective has a gradient outside its window, or clips single tokens of a
             sequence ratio (gmpo).
         TypeError, ValueError: `policy_loss` refuses an argument.
     """
-    objective = replace(objective or Objective(), kl_coef=0.0, entropy_coef=0.0, rollout_correction=None)
+    objective = objective or Objective()
     expected = f"an Objective whose surrogate is one of {', '.join(CLIPPING)}"
     if objective.surrogate not in CLIPPING:
         Checks("clip_noise").fail("objective", expected, Unquoted(f"surrogate={objective.surrogate!r}"))
     of_answers = objective.ratio == "sequence"
+    changes: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0, "rollout_correction": None}
+    changes["aggregation"] = "seq-mean-token-mean"  # does not matter here, and others have a warning
+    # The clip of both ratios is the same, but the gradients of "sequence" are sums over the tokens of an answer.
+    changes["ratio"] = "sequence-token" if of_answers else objective.ratio
+    objective = replace(objective, **changes)
 
     def decided(kind: str) -> tuple[Tensor, Tensor]:
-        """Whether each answer or token gets a gradient, and its log-ratio."""
+        """Whether each token [B, T] gets a gradient, and the log-ratios of answers [B] or tokens [B, T]."""
         with torch.inference_mode(False), torch.enable_grad():
             log_probs = getattr(after, kind).detach().clone().requires_grad_()
             old = getattr(before, kind).clone()
             out = policy_loss(log_probs, advantages, mask=mask, old_log_probs=old, objective=objective)
-            gradient = torch.autograd.grad(out.loss, log_probs)[0] != 0
-        return gradient.any(1) if of_answers else gradient, out.log_ratio
+            return torch.autograd.grad(out.loss, log_probs)[0] != 0, out.log_ratio
 
-    every = [decided(kind) for kind in LogProbsByPrecision._fields]
     live = live_tokens(advantages, mask)
-    live = live.any(1) if of_answers else live
-    (used, log_ratio), (head_only, _), (exact, true_ratio) = [(x[live], u[live]) for x, u in every]
+
+    def count(tokens: Tensor) -> int:
+        """The number of decisions about these tokens, bool [B, T]."""
+        return int((tokens.any(1) if of_answers else tokens).sum())
+
+    (used, log_ratio), (head_only, _), (exact, true_ratio) = map(decided, LogProbsByPrecision._fields)
     pairs = ((used, exact), (head_only, exact), (used, head_only))
-    changed, by_body, by_head = (int((a != b).sum()) for a, b in pairs)
-    squared_error = (log_ratio.double() - true_ratio.double()).square().sum().item()
-    return ClipNoise(len(exact), changed, by_body, by_head, squared_error)
+    changed, by_body, by_head = (count((a != b) & live) for a, b in pairs)
+    squares = (log_ratio.double() - true_ratio.double()).square()
+    if squares.ndim == 1 and not of_answers:
+        squares = squares[:, None].expand_as(live)
+    squared_error = squares[live.any(1) if of_answers else live].sum().item()
+    return ClipNoise(count(live), changed, by_body, by_head, squared_error)

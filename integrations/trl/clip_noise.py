@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import Objective
@@ -24,7 +23,9 @@ class ClipNoiseCallback(TrainerCallback):
         trainer.add_callback(ClipNoiseCallback(trainer, every=50))
 
     A few answers of each measured rollout's last mini-batch are scored twice: before the rollout's first update and
-    before its last one. Each time they are scored in the trainer's precision and in fp32. The logs get
+    before its last one. Each time they are scored in the trainer's precision and in fp32, in evaluation mode. If the
+    model trains with dropout, the log-probs in TRL's loss contain dropout, and the callback counts the decisions that
+    rounding would change without it. The training has the same bits as without the callback. The logs get
     `gspo/clip_noise`, its parts `gspo/clip_noise_body` and `gspo/clip_noise_head`, and `gspo/clip_noise_log_ratio`, the
     error of log-ratios in nats. A single share is coarse: average over the training.
 
@@ -35,7 +36,8 @@ class ClipNoiseCallback(TrainerCallback):
 
     Raises:
         TypeError, ValueError: an argument is invalid, the trainer's `loss_type` has a gradient outside the clip window,
-            or its rollouts get a single update, where the ratio is always 1.
+            `Objective` refuses its `epsilon`, `epsilon_high` or `delta`, or its rollouts get a single update, where the
+            ratio is always 1.
     """
 
     def __init__(self, trainer: GRPOTrainer, every: int = 50, answers: int = 8) -> None:
@@ -47,6 +49,7 @@ class ClipNoiseCallback(TrainerCallback):
         if trainer.loss_type not in CLIPPING_LOSS_TYPES:
             check.fail("trainer.loss_type", f"one of {', '.join(CLIPPING_LOSS_TYPES)}", trainer.loss_type)
         self.trainer: Any = trainer
+        self._objective()
         self.every, self.answers = int(every), int(answers)
         args: Any = trainer.args
         self._generate_every = args.steps_per_generation * trainer.num_iterations  # micro-batches per rollout
@@ -85,16 +88,18 @@ class ClipNoiseCallback(TrainerCallback):
         trainer, batch = self.trainer, self._batch
         ids, attended = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
         mask = torch.cat([torch.zeros_like(batch["prompt_mask"]), loss_mask(batch)], 1)
-        checkpointing = trainer.args.gradient_checkpointing_kwargs
-        with disable_gradient_checkpointing(trainer.model, checkpointing):
-            out = log_probs_by_precision(trainer.model, ids, attended, mask, temperature=trainer.temperature)
+        out = log_probs_by_precision(trainer.model, ids, attended, mask, temperature=trainer.temperature)
         return LogProbsByPrecision(*(x[:, batch["prompt_ids"].shape[1] - 1 :] for x in out))
+
+    def _objective(self) -> Objective:
+        """The ratio and the clip window of the trainer's present settings."""
+        trainer = self.trainer
+        ratio = trainer.importance_sampling_level.replace("_", "-")
+        return Objective(ratio, "clip", trainer.epsilon_low, trainer.epsilon_high, delta=trainer.args.delta)
 
     def _log(self, before: LogProbsByPrecision, after: LogProbsByPrecision) -> None:
         trainer, batch = self.trainer, self._batch
-        ratio = {"token": "token", "sequence": "sequence"}.get(trainer.importance_sampling_level, "sequence-token")
-        window = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high, "delta": trainer.args.delta}
-        noise = clip_noise(before, after, batch["advantages"], loss_mask(batch), Objective(ratio=ratio, **window))
+        noise = clip_noise(before, after, batch["advantages"], loss_mask(batch), self._objective())
         sums = torch.tensor(noise, dtype=torch.float64, device=trainer.accelerator.device)
         total = ClipNoise(*trainer.accelerator.reduce(sums, reduction="sum").tolist())
         for name, value in total.metrics().items():

@@ -456,4 +456,28 @@ FAULTS: dict[str, Fault] = {
         'output["advantages"]',
         "trainers/trl_zero_advantage::test_equal_rewards_move_weights_in_stock_trl_only[True]",
     ),
+    "clip noise measured with dropout": (
+        "log_probs_by_precision",
+        "in_mode(list(model.modules()), training=False)",
+        "contextlib.nullcontext()",
+        "trainers/trl_settings::test_clip_noise_is_logged_and_training_does_not_change[dropout]",
+    ),
+    "a measurement moves the generators": (
+        "log_probs_by_precision",
+        "generators_restored(model)",
+        "contextlib.nullcontext()",
+        "clip_noise::test_modes_and_generators_are_those_of_before[False]",
+    ),
+    "clip noise without the sampler's log-probs": (
+        "ClipNoiseProbe.measure",
+        "self.before._replace(used=old)",
+        "self.before",
+        "trainer_mismatch::test_clip_noise_compares_with_the_samplers_log_probs",
+    ),
+    "clip noise of the first mini-batch, in TRL": (
+        "ClipNoiseCallback.on_pre_optimizer_step",
+        "self._rollout[-1]",
+        "self._rollout[0]",
+        "trainers/trl_settings::test_clip_noise_is_logged_and_training_does_not_change[bf16]",
+    ),
 }

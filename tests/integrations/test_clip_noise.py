@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from dataclasses import replace
+import functools
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.pages import DOCS, blocks_in_order
 from helpers.reference_runs import rows_of, small
 
 pytest.importorskip("transformers")
+from safetensors.torch import load_file
 from tolerance import CLIP_NOISE_ERROR_RELATIVE, LOG_PROB_STD
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from gspo_kernels import Objective
-from gspo_kernels.integrations.huggingface import clip_noise, log_probs_by_precision
+from gspo_kernels import Objective, validation
+from gspo_kernels.integrations.huggingface import LogProbsByPrecision, clip_noise, log_probs_by_precision
 from gspo_kernels.integrations.reference_trainer import train
 from gspo_kernels.integrations.reference_trainer.config import InputError
+from gspo_kernels.objective import AGGREGATIONS, CLIPPING, RATIOS, SURROGATES
 
 ANSWERS = 32
 WIDTH = 40  # tokens of prompt and answer
@@ -155,18 +166,139 @@ def test_bad_input_is_named() -> None:
         log_probs_by_precision(model, ids)
 
 
-def test_gspo_train_logs_it_and_trains_as_without_it(tmp_path: Path) -> None:
-    config = small(tmp_path, steps=4, prompts_per_step=16, group_size=8, precision="autocast", device="cpu")
-    runs = []
-    for every in (0, 2):
-        train(replace(config, name=f"every-{every}", clip_noise_every=every))
-        runs.append(rows_of(tmp_path / f"every-{every}"))
-    names = {"clip_noise", "clip_noise_body", "clip_noise_head", "clip_noise_log_ratio"}
-    assert [names <= row.keys() for row in runs[1]] == [False, False, True, False, True]
-    left_out = names | {"seconds", "tokens_per_second"}
-    plain, measured = ([{name: row[name] for name in row.keys() - left_out} for row in rows] for rows in runs)
-    assert plain == measured
-    for row in runs[1][2::2]:
-        assert 0 <= row["clip_noise"] <= 1 and 1e-5 < row["clip_noise_log_ratio"] < 0.1
+def counts_in_float64(before: Any, after: Any, advantages: Tensor, mask: Tensor, objective: Objective) -> list[float]:
+    """The fields of `ClipNoise` by the formulas of the objective, for advantages [B, T]."""
+
+    def gates(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether a token's gradient passes the clip, and its log-ratio, both [B, T]."""
+        old, new = old.double(), new.double()
+        u = (new - old) * mask
+        u = u if objective.ratio == "token" else (u.sum(1, keepdim=True) / mask.sum(1, keepdim=True)).expand_as(u)
+        rises = advantages > 0
+        if objective.surrogate == "clip":
+            bound = objective.delta or math.inf
+            falls_out = (u < math.log1p(-objective.clip_low)) | (u > math.log(bound))
+            return ~torch.where(rises, u > math.log1p(objective.clip_high), falls_out), u
+        p, q = new.exp(), old.exp()
+        kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        divergence = {"dppo_tv": (p - q).abs(), "dppo_kl": kl}[objective.surrogate]
+        limit = torch.where(rises, objective.clip_high, objective.clip_low)
+        return ~(torch.where(rises, p > q, p < q) & (divergence > limit)), u
+
+    (used, u), (head, _), (exact, v) = (gates(*pair) for pair in zip(before, after, strict=True))
+    live = mask & (advantages != 0)
+    unit = (lambda x: x.any(1)) if objective.ratio == "sequence" else lambda x: x
+    error = torch.where(live, (u - v).square(), 0)
+    error = error.amax(1) if objective.ratio == "sequence" else error
+    changed = [unit((a != b) & live).sum().item() for a, b in ((used, exact), (head, exact), (used, head))]
+    return [unit(live).sum().item(), *changed, error.sum().item()]
+
+
+def test_every_objective_is_counted_as_in_float64_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_warned", set())
+    rng = torch.Generator().manual_seed(0)
+    # Log-probs are multiples of 1/64. So their sums are exact in fp32, and no mean of up to six is at a bound.
+    draw = functools.partial(torch.randint, size=(ANSWERS, 6), generator=rng)
+    before = LogProbsByPrecision(*[-draw(10, 100) / 64.0] * 3)
+    after = LogProbsByPrecision(*(before.used + draw(-4, 5) / 64.0 for _ in range(3)))
+    mask = torch.arange(6) < torch.arange(ANSWERS)[:, None] % 6 + 1
+    of_tokens = draw(-1, 2).float()
+    window: dict[str, Any] = {"clip_low": 0.02, "clip_high": 0.03}
+    objectives, refused = [Objective.preset("luspo", **window)], set()
+    for ratio, surrogate, aggregation in itertools.product(RATIOS, SURROGATES, AGGREGATIONS):
+        options: dict[str, Any] = {"delta": 1.04} if surrogate == "clip" else {}
+        options |= {"clip_low": 1e-4, "clip_high": 2e-4} if surrogate == "dppo_kl" else window
+        with contextlib.suppress(ValueError), warnings.catch_warnings():  # Objective refuses some, and warns
+            warnings.simplefilter("ignore")
+            objectives.append(Objective(ratio, surrogate, aggregation=aggregation, length_norm=6.0, **options))
+    for objective in objectives:
+        for advantages in (of_tokens, of_tokens[:, 0]):
+            scored: Any = before, after, advantages, mask, objective
+            if objective.surrogate not in CLIPPING:
+                refused.add(objective.surrogate)
+                with pytest.raises(ValueError, match="surrogate is one of clip, dppo_tv, dppo_kl, got surrogate="):
+                    clip_noise(*scored)
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                noise = clip_noise(*scored)
+            full = advantages if advantages.ndim == 2 else advantages[:, None].expand_as(mask)
+            expected = counts_in_float64(before, after, full, mask, objective)
+            assert list(noise[:4]) == expected[:4] and min(noise) > 0, objective
+            assert noise.squared_error == pytest.approx(expected[4], rel=1e-5)
+    assert refused == {*SURROGATES} - {*CLIPPING}
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), np.random.random(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modes_and_generators_are_those_of_before(fails: bool) -> None:
+    model, _ = models(torch.float32, lora=False)
+    ids, mask, _ = batch()
+    expected = log_probs_by_precision(model, ids, answer_mask=mask)
+    model.train()
+    model.model.layers[0].eval()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+
+    def draw(*_: Any) -> None:
+        drawn()
+        if fails:
+            raise KeyboardInterrupt
+
+    model.model.norm.register_forward_hook(draw)
+    modes = [module.training for module in model.modules()]
+    set_seed(0)
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+        assert all(map(torch.equal, log_probs_by_precision(model, ids, answer_mask=mask), expected))
+    assert modes == [module.training for module in model.modules()]
+    numbers = drawn()
+    set_seed(0)
+    assert numbers == drawn()
+
+
+# Options of `gspo train` that measure or report.
+MEASURING: dict[str, Any] = {
+    "clip_noise_every": 1, "eval_every": 1, "samples": 0, "checkpoint_every": 1, "warn_after": 1,
+    "report_to": ("tensorboard",),
+}  # fmt: skip  # a table
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Train with options. The model has a dropout that is always on, and rewards draw random numbers, too."""
+    folder, forward = tmp_path_factory.mktemp("runs"), Qwen3MLP.forward
+    sizes: dict[str, Any] = {"steps": 3, "prompts_per_step": 8, "eval_prompts": 4, "precision": "autocast"}
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [x.count("a") + sum(drawn()) for x in completions]
+
+    @functools.cache
+    def run(**options: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        name = "-".join(["run", *options])
+        train(small(folder, name=name, **{**sizes, **options}, device="cpu", save=True), reward=reward)
+        return rows_of(folder / name), load_file(folder / name / "model-seed0" / "model.safetensors")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.1, training=True))
+        yield run
+
+
+@pytest.mark.parametrize("option", MEASURING)
+def test_gspo_train_has_the_same_bits_when_it_measures(option: str, trained: Callable[..., Any]) -> None:
+    if option == "report_to":
+        pytest.importorskip("tensorboard")
+    (plain, weights), (rows, measured) = trained(), trained(**{option: MEASURING[option]})
+    assert all(map(torch.equal, weights.values(), measured.values())) and weights.keys() == measured.keys()
+    for before, after in zip(plain, rows, strict=True):
+        assert all(after[name] == x for name, x in before.items() if name not in ("seconds", "tokens_per_second"))
+        if option == "clip_noise_every" and after["step"]:
+            assert 0 <= after["clip_noise"] <= 1 and 1e-5 < after["clip_noise_log_ratio"]
+            assert {"clip_noise_body", "clip_noise_head"} <= after.keys()
+
+
+def test_gspo_train_refuses_to_measure_where_nothing_is_clipped(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="clip_noise_every: expected 0 with one update per rollout"):
-        replace(config, clip_noise_every=1, updates_per_rollout=1)
+        small(tmp_path, clip_noise_every=1, updates_per_rollout=1)

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_runs import rows_of
-from tolerance import MODEL_LOG_PROB_ABSOLUTE
+from tolerance import LOG_PROB_STD, MODEL_LOG_PROB_ABSOLUTE
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments
 from gspo_kernels.integrations.reference_trainer import train, train_config
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
+from gspo_kernels.integrations.reference_trainer.clip_noise import ClipNoiseProbe
 from gspo_kernels.integrations.reference_trainer.config import TrainConfig
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample, sampler_weights
-from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
+from gspo_kernels.integrations.reference_trainer.update import Batch, mini_batches, update, with_log_probs
 from gspo_kernels.integrations.tasks import Example, RewardBatch, Task
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
@@ -157,3 +158,18 @@ def test_corrections_are_an_option_that_a_record_keeps(option: Any, corrections:
     assert config.objective.rollout_correction == corrections
     assert train_config(**json.loads(json.dumps(config.to_dict()))).objective == config.objective
     assert train_config(objective=Objective(rollout_correction=corrections)).objective == config.objective
+
+
+def test_clip_noise_compares_with_the_samplers_log_probs(policy: Policy) -> None:
+    """Before an update, the log-ratio of an fp32 forward is 0. That of the loss is the sampler's error."""
+    config = TrainConfig(prompts_per_step=8, group_size=4, updates_per_rollout=4, old_log_probs="sampler")
+    rollout, rows = rollout_of(policy, "bf16"), torch.arange(24, 32)
+    advantages = torch.tensor([1.0, -1.0]).repeat(16)
+    batch = Batch(rollout, rollout.log_probs, None, advantages=advantages)
+    noise = ClipNoiseProbe(config, policy, batch, rows).measure()
+    sampled = rollout.answer_mask[rows]
+    error = (log_probs_by(copy.deepcopy(policy.model).double(), rollout) - rollout.log_probs)[rows]
+    u = error.double().sum(1) / sampled.sum(1)
+    clipped = torch.where(advantages[rows] > 0, u > math.log1p(4e-4), u < math.log1p(-3e-4))
+    assert noise["clip_noise_log_ratio"] == pytest.approx(u.square().mean().sqrt().item(), abs=LOG_PROB_STD)
+    assert noise["clip_noise"] == clipped.double().mean() > 0

@@ -22,9 +22,11 @@ import transformers
 import trl
 from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer
 from packaging.version import Version
+from tolerance import LOG_PROB_STD
 from trl import GRPOConfig, GRPOTrainer
 
-from gspo_kernels import validation
+from gspo_kernels import Objective, validation
+from gspo_kernels.integrations.huggingface import clip_noise
 from gspo_kernels.integrations.trl import ClipNoiseCallback, GSPOConfig, GSPOTrainer, accelerate_trainer
 from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL, HAS_GSPO_TOKEN, LOSS_TYPES
 
@@ -321,24 +323,75 @@ def test_the_model_card_names_the_method_and_its_paper(
     assert trainer.model.model_tags == ["trl", method.lower()]
 
 
-def test_clip_noise_is_logged_and_training_does_not_change(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"bf16": True, "gradient_accumulation_steps": 1, "max_steps": 8, "learning_rate": 1e-3}
-    weights = []
+class Snapshots(transformers.TrainerCallback):
+    """Keeps the weights before each update, and the last mini-batch of the rollout."""
+
+    def __init__(self, trainer: Any, taken: list[Any]) -> None:
+        self.trainer, self.taken = trainer, taken
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weights = {name: x.double() for name, x in self.trainer.model.state_dict().items()}
+        self.taken.append((weights, dict(self.trainer._buffered_inputs[-1])))
+
+
+def check_with_float64(model: Any, compared: list[Any], taken: list[Any]) -> None:
+    """Check the arguments of `clip_noise` in a training with rollouts of four updates."""
+    for (before, after, advantages, mask, objective), update in zip(compared, (0, 4), strict=True):
+        assert objective == Objective(clip_low=3e-4, clip_high=4e-4, delta=1.5)
+        batch = taken[update][1]
+        rows = batch["advantages"].nonzero()[:2, 0]
+        assert torch.equal(advantages, batch["advantages"][rows])
+        ids, attended = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1)[rows] for x in ("ids", "mask"))
+        for scored, (weights, _) in ((before, taken[update]), (after, taken[update + 3])):
+            model.load_state_dict(weights)
+            logits = model(input_ids=ids, attention_mask=attended).logits[:, -1 - mask.shape[1] : -1] / 0.7
+            expected = logits.log_softmax(-1).gather(-1, ids[:, -mask.shape[1] :, None])[..., 0]
+            assert (scored.fp32 - expected)[mask.bool()].std() < LOG_PROB_STD
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["bf16", "dropout"])
+def test_clip_noise_is_logged_and_training_does_not_change(
+    lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward without dropout in fp32 has no noise. With bf16, what is compared is checked against float64."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_steps": 8, "temperature": 0.7, "delta": 1.5}
+    options |= {"learning_rate": 0.1} if lora else {"bf16": True, "learning_rate": 1e-3}
+    if lora:
+        peft = pytest.importorskip("peft")
+        options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    compared: list[Any] = []
+    taken: list[Any] = []
+    monkeypatch.setattr(
+        "gspo_kernels.integrations.trl.clip_noise.clip_noise",
+        lambda *arguments: (compared.append(arguments), clip_noise(*arguments))[1],
+    )
+    model, runs = checkpoint(tmp_path / "model"), []
     for measures in (False, True):
-        trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **{**SEQUENCE, **options})
+        trainer = make_trainer(GSPOTrainer, model, tmp_path, **{**SEQUENCE, **options})
         if measures:
+            trainer.add_callback(Snapshots(trainer, taken))
             trainer.add_callback(ClipNoiseCallback(trainer, every=1, answers=2))
         trainer.train()
-        weights.append(trainer.model.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(*(x.values() for x in weights), strict=True))
-    logged = {log["step"]: log for log in trainer.state.log_history if "gspo/clip_noise" in log}
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        runs.append((trainer.model.state_dict(), [{k: x for k, x in log.items() if k != "step_time"} for log in logs]))
+    assert all(map(torch.equal, *(weights.values() for weights, _ in runs)))
+    (_, plain), (_, measured) = runs
+    assert plain == [{k: x for k, x in log.items() if "clip_noise" not in k} for log in measured]
+    logged = {log["step"]: log for log in measured if "gspo/clip_noise" in log}
     assert logged.keys() == {4, 8}  # the last update of each rollout
     for log in logged.values():
-        assert log["gspo/clip_noise"] in (0, 0.5, 1) and log["gspo/clip_noise_log_ratio"] > 1e-5
+        assert log["gspo/clip_noise"] in (0, 0.5, 1) and (log["gspo/clip_noise_log_ratio"] > 1e-5) != lora
         assert log["gspo/clip_noise"] <= log["gspo/clip_noise_body"] + log["gspo/clip_noise_head"]
+
+    if not lora:
+        exact = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        check_with_float64(exact, compared, taken)
 
     with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
         ClipNoiseCallback(trainer, every=0)
     one_update = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, steps_per_generation=2)
     with pytest.raises(ValueError, match=r"several updates per rollout .* got one update"):
         ClipNoiseCallback(one_update)
+    trainer.args.delta = 1.0003
+    with pytest.raises(ValueError, match=r"delta must be a number > 1 \+ clip_high = 1\.0004, .*got 1\.0003"):
+        ClipNoiseCallback(trainer)

@@ -379,7 +379,7 @@ def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     has_mask = isinstance(mask, Tensor) and mask.ndim == 2
     use_cache = inputs.get("use_cache")
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if use_cache and model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         use_cache = False  # as in transformers
     if not has_mask and not use_cache and inputs.get("past_key_values") is None:
         return

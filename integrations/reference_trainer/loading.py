@@ -186,6 +186,23 @@ def with_lora(model: Any, config: TrainConfig) -> Any:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **sizes))
 
 
+def experts_without_lora(model: nn.Module) -> str | None:
+    """A line that says which share of the weights are experts that LoRA leaves as they are. None if there are none.
+
+    transformers stores the experts of a layer as 3-dimensional parameters, which are no linear layers.
+    """
+    weights = {name: p for name, p in model.named_parameters() if "lora_" not in name}
+    experts = {name: p.numel() for name, p in weights.items() if p.ndim == 3 and not p.requires_grad}
+    if not experts:
+        return None
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in experts}))
+    share = sum(experts.values()) / sum(p.numel() for p in weights.values())
+    return (
+        f"lora_rank: only linear layers get an adapter. The fused experts, {share:.0%} of the weights ({names}), "
+        "do not change. In peft, target_parameters reaches them; gspo train has no option for it"
+    )
+
+
 def pick_device(name: str) -> torch.device:
     """Find the named device; "auto" is a GPU if torch has one. Raise an InputError if torch cannot use it."""
     if name == "auto":

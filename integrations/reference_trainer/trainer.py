@@ -26,7 +26,7 @@ from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
 from .held_out import check_failures, collect, held_out_metrics, held_out_results, rewards_by_prompt, sentence
-from .loading import pick_device, policy_of_seed, set_seed
+from .loading import experts_without_lora, pick_device, policy_of_seed, set_seed
 from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
 from .policy import PRINTABLE, Policy
@@ -104,6 +104,9 @@ class Learner:
         self.task, left_out = fitting(config, policy, task)
         if left_out:
             say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
+        missed = experts_without_lora(policy.inner) if config.lora_rank else None
+        if missed:
+            say(missed)
         self.skipping = skipping(config, policy)
         self.optimizer = Optimizer(policy, config)
         self.running = RunningMoments()

@@ -576,6 +576,9 @@ def test_packed_sequences_are_kept_apart_or_refused() -> None:
                 *args, **({} if positional else packed | {"attention_mask": ones}), use_cache=False, with_head=log_probs
             )
 
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})  # transformers switches off the cache
+    torch.testing.assert_close(model(**packed, with_head=log_probs).result.view(3, 8), lp)
+
     # Neither one sequence nor padding is packed, even if the positions of padding begin again.
     left = torch.tensor([[0, 0, 0, 1, 1, 1]])
     for positions in (torch.tensor([[1, 1, 1, 0, 1, 2]]), torch.tensor([[3, 1, 1, 0, 1, 2]])):

@@ -40,8 +40,9 @@ from gspo_kernels.integrations.reference_trainer.loading import set_seed
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.reference_trainer.trackers import Trackers
+from gspo_kernels.integrations.reference_trainer.trainer import Learner
 from gspo_kernels.integrations.settings import Step
-from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent
+from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent, task_by_name
 from gspo_kernels.tools.cli import app
 
 # Files, presets and the dry run
@@ -398,6 +399,28 @@ def test_quantized_weights_train_with_lora(tmp_path: Path, bits: str) -> None:
     config = small(tmp_path, model=str(tmp_path / "tiny"), task="sorting", quantization=bits, lora_rank=4)
     found = gradients_of_quantized(config)
     assert found and all(gradient.norm() > 0 for gradient in found)
+
+
+def test_fused_experts_that_lora_misses_are_named(tmp_path: Path) -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    tiny = policy.demo_policy()
+    layers: dict[str, Any] = dict(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_local_experts=4, head_dim=8
+    )
+    layers |= dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2)
+    vocabulary: dict[str, Any] = dict(vocab_size=len(tiny.tokenizer), eos_token_id=tiny.tokenizer.eos_token_id)
+    model: Any = GptOssForCausalLM(GptOssConfig(**layers, **vocabulary))
+    share = (4 * 32 * 64 + 4 * 32 * 32) / model.num_parameters()
+    config = small(tmp_path, lora_rank=2)
+    for base, expected in (
+        (model, rf"The fused experts, {share:.0%} of the weights \(down_proj, gate_up_proj\)"),
+        (tiny.model, ""),
+    ):
+        said: list[str] = []
+        prepared = loading.prepared(base, tiny.tokenizer, config)
+        Learner(config, 0, task_by_name("sorting", 8), prepared, said.append)
+        assert re.search(expected, "".join(said)) if expected else not said
 
 
 def gradients_of_quantized(config: TrainConfig) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_runs import rows_of
-from tolerance import LOG_PROB_STD, MODEL_LOG_PROB_ABSOLUTE
+from tolerance import LOG_PROB_STD, MODEL_LOG_PROB_ABSOLUTE, check
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments
@@ -52,15 +52,18 @@ def log_probs_by(model: Any, rollout: Rollout, temperature: float = 1.0) -> torc
     """Log-probs of the answers by full logits, [B, T]; 0 where no token was sampled."""
     positions = (rollout.attention_mask.cumsum(1) - 1).clamp(min=0)
     out = model(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask, position_ids=positions)
-    log_probs = (out.logits[:, rollout.prompt_width - 1 : -1].float() / temperature).log_softmax(-1)
+    logits = out.logits[:, rollout.prompt_width - 1 : -1]
+    log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     return torch.where(rollout.answer_mask, log_probs.gather(-1, rollout.answer_ids[..., None])[..., 0], 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_sampler_reports_the_log_probs_of_its_tokens(policy: Policy, temperature: float) -> None:
     rollout = rollout_of(policy, temperature=temperature)
-    expected = log_probs_by(policy.model, rollout, temperature)
-    torch.testing.assert_close(rollout.log_probs, expected, rtol=0, atol=MODEL_LOG_PROB_ABSOLUTE)
+    plain = log_probs_by(policy.model, rollout, temperature)
+    truth = log_probs_by(policy.model.double(), rollout, temperature)
+    rms_of_model = (plain - truth).square().mean().sqrt().item()
+    check("log_probs", rollout.log_probs, plain, truth, torch.float32, rms_of_model)
     assert (rollout.log_probs[~rollout.answer_mask] == 0).all() and not rollout.answer_mask.all()
 
 

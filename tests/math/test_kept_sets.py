@@ -481,12 +481,11 @@ def test_torch_compile_traces_kept_sets_and_extra_ids() -> None:
     hidden, weight, ids, sets = rows_of(8)
     hidden.requires_grad_()
 
-    def total(hidden: Tensor, ids: Tensor, of_sets: Tensor, offsets: Tensor) -> Tensor:
-        kept = linear_log_probs(
+    def total(hidden: Tensor, ids: Tensor, of_sets: Tensor, offsets: Tensor) -> Any:
+        kept: Any = linear_log_probs(
             hidden, weight, ids, kept_sets=KeptSets(of_sets, offsets), entropy=True, backend="torch"
         )
-        extra = linear_log_probs(hidden, weight, ids, extra_ids=ids[:, None] - 1, backend="torch")
-        assert kept.entropy is not None and extra.extra_log_probs is not None
+        extra: Any = linear_log_probs(hidden, weight, ids, extra_ids=ids[:, None] - 1, backend="torch")
         return kept.log_probs.sum() + kept.entropy.sum() + extra.extra_log_probs.sum()
 
     compiled = torch.compile(total, backend="aot_eager", fullgraph=True)

@@ -180,7 +180,7 @@ def gspo_fused_loss(
         old = policy.rows.old_log_probs
         if kept is not None and old is not None:
             check.hint(
-                old.device,
+                old,
                 lambda: kept.is_single & (old < -1e-3),
                 "old_log_probs are below 0 at tokens whose kept set has one id, where log-probs over the set are 0. "
                 "They seem to be over the vocabulary; compute them with the same kept_sets, or ratios are too large",

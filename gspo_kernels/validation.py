@@ -276,15 +276,14 @@ class TensorChecks(Checks):
         elif wrong.any().item():
             self.fail(name, expected, got())
 
-    def hint(self, device: torch.device, suspicious: Callable[[], Tensor], text: str, stacklevel: int) -> None:
+    def hint(self, like: Tensor, suspicious: Callable[[], Tensor], text: str, stacklevel: int) -> None:
         """Warn once if values that are allowed, but hardly ever intended, occur. Only where `flag` may raise.
 
-        `suspicious` returns a bool tensor. `stacklevel` is the one of `warn_once`.
+        `like` is one of the call's tensors, and `suspicious` returns a bool tensor. `stacklevel` is as in `warn_once`.
         """
-        if values_are_checked(device):
-            x = suspicious()
-            if type(x).__name__ != "FakeTensor" and not is_functorch_wrapped_tensor(x) and x.any().item():
-                warn_once(f"{self.place}: {text}", stacklevel, kind=text)
+        has_values = type(like).__name__ != "FakeTensor" and not is_functorch_wrapped_tensor(like)
+        if values_are_checked(like.device) and has_values and suspicious().any().item():
+            warn_once(f"{self.place}: {text}", stacklevel, kind=text)
 
     def not_made_in_inference_mode(self, **tensors: Tensor | None) -> None:
         """Check tensors that autograd saves. Its own error names none of them."""

@@ -58,7 +58,7 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
     per_token = arguments.advantages.shape == layout.shape
     if per_token and objective.ratio == "sequence" and objective.surrogate not in SCORES:
         check.hint(
-            mask.device,
+            advantages,
             lambda: _differing(advantages, unmasked, layout),
             "advantages differ inside a sequence, but with ratio='sequence' the gradient of a sequence is spread "
             "evenly over its tokens. With ratio='sequence-token', each token has the gradient of its own advantage",

@@ -48,6 +48,18 @@ FAULTS: dict[str, Fault] = {
         "None",
         "seams::test_prime_rls_head_equals_its_logits[4.0-False]",
     ),
+    "prime-rl's means weighted by sequences": (
+        "trainers/prime_rl:_repeated",
+        "counts.get(divisor_of(name), 1)",
+        "min(counts.get(divisor_of(name), 1), 1)",
+        "seams::test_metrics_of_micro_batches_are_logged_as_those_of_the_step[step_of_prime_rl-1]",
+    ),
+    "packed sequences attend to each other": (
+        "_check_packed",
+        "begins.any().item()",
+        "False",
+        "huggingface::test_packed_sequences_are_kept_apart_or_refused",
+    ),
     "evaluation logged as training": (
         "trainers/ms_swift:loss",
         '"train" if trainer.model.training else "eval"',

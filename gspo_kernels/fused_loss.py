@@ -113,7 +113,8 @@ def gspo_fused_loss(
             hidden; a full batch takes N * V values. Log-probs have the same bits for every size. The memory is freed
             after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor --memory N,H,V` prints
             the default and what each size saves. None: the environment variable GSPO_CACHE_MIB; if it is not set, 1/64
-            of the GPU's total memory, or 0 on a CPU.
+            of the GPU's total memory, or less, so that the loss takes no more memory than TRL 1.16's head or full
+            logits (`memory.largest_default_cache`), or 0 on a CPU.
         tp_group, reduce_hidden: for a vocabulary sharded over ranks, see `linear_log_probs`.
         cp_group: for sequences sharded over ranks, see `policy_loss`.
         backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,

@@ -74,7 +74,7 @@ def linear_log_probs(
             gradient, the backward raises a ValueError.
         cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps, so that the backward does
             not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB; if it is
-            not set, 1/64 of the GPU's total memory, or 0 on a CPU.
+            not set, at most 1/64 of the GPU's total memory, or 0 on a CPU.
         tp_group: process group or one-dimensional DeviceMesh whose ranks share the vocabulary. lm_head, bias and LoRA's
             B are then this rank's rows, V / ranks each, in rank order. LoRA's A is replicated. All other arguments must
             be equal on all ranks; target_ids and vocab_size refer to the full vocabulary. V may include padding.

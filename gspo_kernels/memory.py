@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .backends import dispatch
-from .backends.rows import HeadRows
+from .backends.rows import HeadRows, NeedsGradient
 from .backends.workspace import CACHE_DIVISOR, cache_of_device, cache_variable, workspace_bytes
 from .layout import accumulator
 from .ranks.shards import Shard, shard_of
@@ -29,6 +29,10 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # cache sizes in the table, as shares of a
 # The RL-like step: 3 of 8 sequences have no gradient. 2 of them have advantage 0, which is known before the forward, so
 # nothing is kept for them. 1 is clipped; its exponentials still take up space in the cache.
 LIVE, MAY_BE_LIVE = 5 / 8, 6 / 8
+NARROWEST_TILE = 128  # columns, of all block shapes for half precision and fp32
+_min: Any = torch.sym_min  # torch.compile may replace the number of tokens by a symbol
+_max: Any = torch.sym_max
+TILE_OF_TRL = (4096, 32768)  # rows and columns of a tile of logits in TRL 1.16's head
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Bound:
     def total(self) -> int:
         return self.gradients + self.hidden_copies + self.tile_table + self.workspace + self.cache
 
+    @property
+    def peak(self) -> int:
+        """`total`, but without a cache the table is freed before the gradients are allocated."""
+        return self.total - (0 if self.cache else min(self.tile_table, self.gradients + self.hidden_copies))
+
 
 @dataclass(frozen=True)
 class Size:
@@ -54,7 +63,7 @@ class Size:
     kept_rows: float  # share of the batch's rows whose exponentials fit
     passes_dense: float
     passes_rl_like: float
-    peak_mib: float  # upper bound, `Bound.total`
+    peak_mib: float  # upper bound, `Bound.peak`
 
 
 @dataclass(frozen=True)
@@ -103,20 +112,98 @@ class Batch(NamedTuple):
         return HeadRows(hidden, weight, None, None, None, ids, mask, None, 1.0, None, columns, entropy, text)
 
 
-def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
-    """Compute the bound for a head without bias or adapter. Hidden states and head both need gradients."""
+def bound(head: HeadRows, backend: str, cache_bytes: int, frozen: bool = False, tile_width: int | None = None) -> Bound:
+    """Compute the bound for a head without bias or adapter. Hidden states need a gradient.
+
+    Args:
+        head: the head of one rank.
+        backend: "torch" or "triton".
+        cache_bytes: size of the cache.
+        frozen: the head needs no gradient, as with LoRA on other layers.
+        tile_width: columns of the forward's tiles; None: those of this backend and GPU.
+    """
     rows, width = head.hidden.shape
     item = head.hidden.dtype.itemsize
     wide = max(item, 4)
     # Both backends sum d_hidden in fp32; Triton rounds it in place. The torch backend gathers all rows.
     extra = wide - item if backend == "triton" else wide + item
     return Bound(
-        gradients=(rows + head.weight.shape[0]) * width * item,
+        gradients=(rows + (0 if frozen else _rows_of_weight(head))) * width * item,
         hidden_copies=rows * width * extra,
-        tile_table=_tile_table(head, backend),
+        tile_table=_tile_table(head, backend, tile_width or _tile_width(head, backend)),
         workspace=workspace_bytes(),
         cache=cache_bytes,
     )
+
+
+def trl_head_bytes(tokens: int, width: int, vocab: int, item: int, frozen: bool = False, weight_item: int = 0) -> int:
+    """Peak memory of TRL 1.16's fused head on a GPU beyond its inputs, in bytes, without vectors of N numbers.
+
+    The head sums both gradients in fp32, then rounds them to the dtype of the operands, and has one tile of logits:
+
+        (4 + r) H (N + V) + item * min(N, 4,096) * 32,768
+
+    r is the size of an operand's element, or 0 in fp32, which needs no rounded copy. Without a gradient of the head, V
+    is 0 in this formula. Under autocast, r is 0, and the head casts two parts of the weight and one of the rows.
+
+    Args:
+        tokens: N, the unmasked tokens.
+        width: H.
+        vocab: V.
+        item: bytes per element of the operands, under autocast after the cast.
+        frozen: the head needs no gradient.
+        weight_item: bytes per element of the weight before autocast casts it; 0: it is not cast.
+    """
+    rows, columns = TILE_OF_TRL
+    rounded = weight_item or item
+    sums = (4 + (rounded if rounded != 4 else 0)) * width * (tokens + (0 if frozen else vocab))
+    tile_rows = _min(tokens, rows)
+    cast = (min(2 * columns, vocab) + tile_rows) * width * item if weight_item else 0
+    return sums + item * tile_rows * columns + cast
+
+
+def full_logits_bytes(tokens: int, width: int, vocab: int, item: int, frozen: bool = False) -> int:
+    """Lower bound on the peak memory of full logits beyond the inputs, in bytes.
+
+    The backward of the softmax has three tensors [N, V] in the dtype of the logits; then the gradients of the operands
+    are computed from one of them. Full logits that are cast to fp32 take more (`peaks_of_others`).
+    """
+    logits = item * tokens * vocab
+    return _max(3 * logits, logits + item * width * (tokens + (0 if frozen else vocab)))
+
+
+def largest_default_cache(head: HeadRows, needs: NeedsGradient, backend: str, weight_item: int = 0) -> int:
+    """The largest default of `cache_mib` in bytes: with it, the loss takes no more memory than what it replaces.
+
+        min(TRL's head, full logits) - `bound` without a cache
+
+    With a tp_group, which TRL's head does not support, only full logits count. TRL's head computes unmasked tokens only
+    and copies their hidden states. How many tokens are unmasked is not known on the host; half of them are assumed.
+
+    Under autocast, the cast operands count. The fp32 copy of the head's gradient, which autograd makes after the cache
+    is free, counts for `min` if it is the larger peak: such a cache adds nothing to the peak of a step.
+
+    The result is at least 1, which holds no row: ranks of a cp_group must agree whether there is a cache.
+
+    Args:
+        head: the head of one rank.
+        needs: which operands need gradients.
+        backend: "torch" or "triton".
+        weight_item: bytes per element of the weight before autocast casts it; 0: it is not cast.
+    """
+    rows, width = head.hidden.shape
+    vocab, item, frozen = _rows_of_weight(head), head.hidden.dtype.itemsize, not needs.weight
+    cast = (rows + vocab) * width * item if weight_item else 0
+    replaced = full_logits_bytes(rows, width, vocab, item, frozen) + cast
+    if not head.shard:
+        unmasked = (rows + 1) // 2
+        of_trl = trl_head_bytes(unmasked, width, vocab, item, frozen, weight_item) + unmasked * width * item
+        replaced = _min(replaced, of_trl)
+    if weight_item:
+        later = (rows * item + (0 if frozen else vocab * (item + weight_item))) * width
+        replaced = _max(replaced, later)
+    ours = bound(head, backend, 0, frozen, NARROWEST_TILE).total + cast
+    return _max(replaced - ours, 1)
 
 
 def _tile_width(head: HeadRows, backend: str) -> int:
@@ -130,9 +217,13 @@ def _tile_width(head: HeadRows, backend: str) -> int:
     return tile_config(head, "forward").block_v
 
 
-def _tile_table(head: HeadRows, backend: str) -> int:
-    """Upper bound on the size of the table of tile results, in bytes."""
-    width = _tile_width(head, backend)
+def _rows_of_weight(head: HeadRows) -> int:
+    """Rows of the head on this rank; on the rank with most rows if a DTensor has fewer on the last ranks."""
+    return shard_of(head.shard).rows if head.shard else head.weight.shape[0]
+
+
+def _tile_table(head: HeadRows, backend: str, width: int) -> int:
+    """Upper bound on the size of the table of tile results, in bytes, for tiles of `width` columns."""
     rows = _gathered_rows(head, backend)
     numbers = 3 if head.entropy else 2
     size = rows * accumulator(head.hidden.dtype).itemsize
@@ -212,36 +303,29 @@ def full_cache_mib(head: HeadRows, backend: str) -> int:
     return bisect_left(range(most + 1), n, key=lambda mib: kernels.cache_rows(head, mib * MIB))
 
 
-def tokens_that_fit(head: HeadRows, backend: str, cache_mib: int) -> int:
-    """The most rows per rank whose exponentials all fit `cache_mib`, so that a dense step takes 3 passes.
-
-    Call it under a FakeTensorMode, because it makes hidden states of any size.
-    """
-    endless = head._replace(hidden=head.hidden.new_empty(2**31, head.hidden.shape[1]))
-    return dispatch.implementation(backend).cache_rows(endless, cache_mib * MIB)
-
-
-def passes(kept_rows: float) -> tuple[float, float]:
+def passes(kept_rows: float, frozen: bool = False) -> tuple[float, float]:
     """Count the passes of a dense step and of an RL-like step, if a share `kept_rows` of all rows fits the cache.
 
-    The forward is one pass. The backward takes two for each live row, and a third if its logits are recomputed.
+    The forward is one pass. The backward takes one for each gradient of each live row, that of the hidden states and,
+    unless the head is frozen, that of the head, and another if the row's logits are recomputed.
     """
+    gradients = 1 if frozen else 2
     of_rl_like = min(1.0, kept_rows / MAY_BE_LIVE)  # the clipped sequences may be anywhere in the batch
-    return 1 + (2 + 1 - kept_rows), 1 + LIVE * (2 + 1 - of_rl_like)
+    return 1 + (gradients + 1 - kept_rows), 1 + LIVE * (gradients + 1 - of_rl_like)
 
 
-def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
+def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int, frozen: bool = False) -> Size:
     """Compute the passes and the peak memory of a step with `cache_mib`. A cache for all rows takes `full_mib`."""
     n = head.hidden.shape[0]
     kept = min(dispatch.implementation(backend).cache_rows(head, cache_mib * MIB), n) / n
     most = min(cache_mib, full_mib)
-    return Size(cache_mib, kept, *passes(kept), bound(head, backend, most * MIB).total / MIB)
+    return Size(cache_mib, kept, *passes(kept, frozen), bound(head, backend, most * MIB, frozen).peak / MIB)
 
 
-def sizes(head: HeadRows, backend: str) -> list[Size]:
+def sizes(head: HeadRows, backend: str, frozen: bool = False) -> list[Size]:
     """Compute passes and peak memory for several cache sizes, from no cache to a cache for all rows."""
     full = full_cache_mib(head, backend)
-    return [size(head, backend, mib, full) for mib in sorted({math.ceil(share * full) for share in SHARES})]
+    return [size(head, backend, mib, full, frozen) for mib in sorted({math.ceil(share * full) for share in SHARES})]
 
 
 def peaks_of_others(tokens: int, width: int, vocab: int) -> dict[str, int]:
@@ -251,28 +335,31 @@ def peaks_of_others(tokens: int, width: int, vocab: int) -> dict[str, int]:
     (benchmarks/results/gpu-nvidia-h200.json). They hold for batches of thousands of tokens.
     """
     d_weight, d_hidden = 2 * vocab * width, 2 * tokens * width
-    parts = 2 ** math.ceil(math.log2(-(-vocab // width)))  # Liger divides the tokens into about V / H parts
-    chunk = 2 ** math.ceil(math.log2(-(-tokens // parts)))
+    parts = -(-vocab // width)
+    chunk = min(2 ** math.ceil(math.log2(-(-tokens // parts))), tokens)  # of Liger's tokens, a power of two
     return {
         "full logits": 3 * 4 * tokens * vocab,  # three fp32 tensors in the backward
         "full logits, torch.compile": 6 * tokens * vocab,
-        # fp32 gradients, their rounded copies, and 256 MiB of logit tiles.
-        "TRL 1.16's fused head": 3 * (d_weight + d_hidden) + 256 * MIB,
-        "Liger's fused cross-entropy": d_weight + d_hidden + 8 * chunk * vocab,
+        "TRL 1.16's fused head": trl_head_bytes(tokens, width, vocab, item=2),
+        "Liger's fused cross-entropy": d_weight + d_hidden + 4 * chunk * vocab,
         "cut-cross-entropy": d_weight + d_hidden,
     }
 
 
-def default_cache_mib(device: torch.device, architecture: str | None) -> tuple[int | None, str]:
-    """The default of `cache_mib`, and where it comes from. It is None if it depends on a GPU that is absent."""
+def default_caches(device: torch.device, architecture: str | None, largest: int) -> dict[str, int]:
+    """The default of `cache_mib` in MiB, by where it comes from; for each of MEMORY_GIB if that GPU is absent.
+
+    `largest`: `largest_default_cache`, in MiB.
+    """
     mib = cache_variable()
     if mib is not None:
-        return mib, "GSPO_CACHE_MIB"
-    if architecture is not None:
-        return None, "1/64 of the GPU's total memory"
-    if device.type != "cuda":
-        return 0, f"on a {device.type.upper()}"
-    return cache_of_device(device), f"1/64 of the total memory of {torch.cuda.get_device_name(device)}"
+        return {"GSPO_CACHE_MIB": mib}
+    if architecture is None and device.type != "cuda":
+        return {f"on a {device.type.upper()}": 0}
+    of_gpus = {f"on a GPU with {gib} GiB": gib * 1024 // CACHE_DIVISOR for gib in MEMORY_GIB}
+    if architecture is None:
+        of_gpus = {f"on this {torch.cuda.get_device_name(device)}": cache_of_device(device)}
+    return {where: min(mib, largest) for where, mib in of_gpus.items()}
 
 
 @dataclass(frozen=True)
@@ -281,9 +368,10 @@ class Plan:
 
     where: str  # the batch and the backend
     sizes: list[Size]
-    default: Size | None  # the default of `cache_mib` on this machine; None if it depends on a GPU that is absent
-    default_source: str
-    tokens_that_fit: dict[int, int]  # `cache_mib` -> tokens; for the default, or without a GPU for those of MEMORY_GIB
+    defaults: dict[str, Size]  # by the keys of `default_caches`
+    stock: int  # bytes of TRL 1.16's head for all tokens; 0 with several ranks, which it does not support
+    frozen: bool
+    run: float  # share of the tokens whose answers run
     bound: Bound  # without a cache
     inputs: dict[str, int]  # bytes of hidden states and of the rank's part of the head
     collectives: list[Collective]
@@ -291,38 +379,59 @@ class Plan:
     aligned: bool
     tile_width: int  # columns
     operations_per_pass: float
-    others: dict[str, int]  # `peaks_of_others`; {} in fp32 or with several ranks
+    others: dict[str, int]  # `peaks_of_others`; {} in fp32, with a frozen head or with several ranks
 
 
-def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> Plan:
-    """Make the plan for a GPU architecture, or for this machine if `architecture` is None."""
+def plan(
+    batch: Batch,
+    dtype: torch.dtype | None,
+    architecture: str | None,
+    frozen: bool = False,
+    zero_advantage: float = 0.0,
+) -> Plan:
+    """Make the plan for a GPU architecture, or for this machine if `architecture` is None.
+
+    Args:
+        batch: the batch of all answers.
+        dtype: of the operands; None: bf16 with Triton, else fp32.
+        architecture: such as "sm_90", or None.
+        frozen: the head needs no gradient.
+        zero_advantage: share of the tokens whose answers have advantage 0, which do not run.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
     backend = "triton" if architecture else dispatch.pick_backend(TensorChecks("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
-    default, source = default_cache_mib(device, architecture)
+    needs = NeedsGradient(True, not frozen, False, False, False)
+    one_rank = batch.tp * batch.cp == 1
+    live = batch._replace(tokens=max(round(batch.tokens * (1 - zero_advantage)), batch.cp))
     with _assumed(architecture), FakeTensorMode():
-        head, with_entropies = batch.head(dtype, device), batch.head(dtype, device, entropy=True)
+        head, with_entropies = live.head(dtype, device), live.head(dtype, device, entropy=True)
         n, width = head.hidden.shape
         columns = head.vocab_size
-        caches = [gib * 1024 // CACHE_DIVISOR for gib in MEMORY_GIB] if default is None else [default]
-        of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if batch.tp * batch.cp > 1 else ""
+        caches = default_caches(device, architecture, largest_default_cache(head, needs, backend) // MIB)
+        full = full_cache_mib(head, backend)
+        of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if not one_rank else ""
         vocab = f"{head.weight.shape[0]:,} rows of V = {batch.vocab:,}" if head.shard else f"V = {batch.vocab:,}"
         name = str(dtype).removeprefix("torch.")
+        not_run = f" of {batch.tokens // batch.cp:,}" if zero_advantage else ""
         return Plan(
-            where=f"{of_ranks}{n:,} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, "
+            where=f"{of_ranks}{n:,}{not_run} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, "
             f"{architecture or device.type}",
-            sizes=sizes(head, backend),
-            default=None if default is None else size(head, backend, default, full_cache_mib(head, backend)),
-            default_source=source,
-            tokens_that_fit={mib: tokens_that_fit(head, backend, mib) for mib in caches if mib},
-            bound=bound(head, backend, 0),
+            sizes=sizes(head, backend, frozen),
+            defaults={where: size(head, backend, mib, full, frozen) for where, mib in caches.items()},
+            stock=trl_head_bytes(batch.tokens, width, columns, dtype.itemsize, frozen) if one_rank else 0,
+            frozen=frozen,
+            run=live.tokens / batch.tokens,
+            bound=bound(head, backend, 0, frozen),
             inputs={"hidden": head.hidden.nbytes, "weight": head.weight.nbytes},
             collectives=collectives(head, backend, batch.cp, caches=True),
             with_entropies=sum(x.size for x in collectives(with_entropies, backend) if x.kind == "all-gather"),
             aligned=shards_are_aligned(head, backend),
             tile_width=_tile_width(head, backend),
             operations_per_pass=2.0 * n * width * columns,
-            others=peaks_of_others(n, width, columns) if dtype.itemsize == 2 and batch.tp * batch.cp == 1 else {},
+            others=peaks_of_others(batch.tokens, width, columns)
+            if dtype.itemsize == 2 and one_rank and not frozen
+            else {},
         )
 
 

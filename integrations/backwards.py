@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
-from gspo_kernels.backends.workspace import CACHE_DIVISOR, cache_limit, check_cache
+from gspo_kernels.backends.workspace import cache_limit, check_cache
 from gspo_kernels.metrics import combine, last_backward
 from gspo_kernels.validation import Checks, TensorChecks
 
@@ -32,13 +32,13 @@ class BackwardSettings(NamedTuple):
         check_cache(Checks(place), self.cache_mib)
 
     def describe(self, device: torch.device) -> str:
-        """Describe the settings in one line, with the default of `cache_mib` on `device` if it is not set."""
-        source = "GSPO_CACHE_MIB" if "GSPO_CACHE_MIB" in os.environ else "default"
-        if source == "default" and device.type == "cuda":
-            source += f", 1/{CACHE_DIVISOR} of the GPU's memory"
-        source = f" ({source})" if self.cache_mib is None else ""
-        mib = cache_limit(Checks("cache_mib"), self.cache_mib, device) / 2**20
-        return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib:g}{source}"
+        """Describe the settings in one line, with the largest default of `cache_mib` on `device` if it is not set."""
+        mib = f"{cache_limit(Checks('cache_mib'), self.cache_mib, device) / 2**20:g}"
+        if self.cache_mib is None and "GSPO_CACHE_MIB" in os.environ:
+            mib += " (GSPO_CACHE_MIB)"
+        elif self.cache_mib is None:
+            mib = f"at most {mib} (default)" if device.type == "cuda" else f"{mib} (default)"
+        return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib}"
 
 
 class BackwardMetrics:

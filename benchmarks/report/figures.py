@@ -188,7 +188,11 @@ def draw_readme(trainer: Results, precision: Results, path: Path) -> None:
             "{:.2g}%",
             f"clip decisions that differ from float64\n(whole model, {HALF}, {LENGTH:,} tokens)",
         ),
-        (peaks, "{:,.0f} MiB", f"peak memory of a training step in TRL\n({part['tokens']:,} tokens, beyond the model)"),
+        (
+            peaks,
+            "{:,.0f} MiB",
+            f"peak memory of a training step in TRL on a CPU\n({part['tokens']:,} tokens, beyond the model, no cache)",
+        ),
     )
     for panel, (values, form, title) in zip(axes, shown_in, strict=True):
         draw_bars(panel, list(names.values()), [values[name] for name in names], colors, form)
@@ -197,8 +201,8 @@ def draw_readme(trainer: Results, precision: Results, path: Path) -> None:
     share = peaks[OURS] / peaks["TRL fused head"]
     full, ours = wrong[NAIVE], wrong[OURS]
     figure.suptitle(
-        f"In bf16, full logits get {full:.2g}% of GSPO's clip decisions wrong, gspo_kernels {ours:.2g}%,\n"
-        f"with {share:.0%} of the memory of TRL 1.16. Most of the rest comes from the model's body.",
+        f"In bf16, full logits get {full:.2g}% of GSPO's clip decisions wrong, gspo_kernels {ours:.2g}%\n"
+        f"(mostly from the model's body), with {share:.0%} of TRL 1.16's memory (CPU, no cache).",
         fontsize=13,
         weight="bold",
     )

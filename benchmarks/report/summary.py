@@ -33,7 +33,7 @@ README_ROWS = {
     NAIVE: "full logits (TRL before 1.15)",
     "TRL fused head": "TRL 1.16 (its fused head)",
     "TRL cast_lm_head_to_fp32": "TRL 1.16, `cast_lm_head_to_fp32`",
-    OURS: "**TRL 1.16 with gspo_kernels**",
+    OURS: "**TRL 1.16 with gspo_kernels**, cache off",
     CACHED: "**TRL 1.16 with gspo_kernels**, cache on",
 }
 GPU_ROWS = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,10 +24,22 @@ def check_cache(check: Checks, cache_mib: float | None) -> None:
         check.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB)
 
 
-def cache_limit(check: Checks, cache_mib: float | None, device: torch.device, has_backward: bool = True) -> int:
-    """Check `cache_mib` (None: the default on `device`). Return it in bytes, or 0 without a backward."""
+def cache_limit(
+    check: Checks,
+    cache_mib: float | None,
+    device: torch.device,
+    has_backward: bool = True,
+    largest_default: Callable[[], int] | None = None,
+) -> int:
+    """Check `cache_mib` (None: the default on `device`). Return it in bytes, or 0 without a backward.
+
+    `largest_default` (see `memory.largest_default_cache`) bounds neither GSPO_CACHE_MIB nor an argument.
+    """
     if cache_mib is None:
-        size = cache_bytes(device)
+        size: Any = cache_bytes(device)
+        if size and has_backward and largest_default is not None and cache_variable() is None:
+            # Under torch.compile, the size depends on the symbol for the number of tokens.
+            size = torch.sym_min(size, largest_default())
     else:
         check_cache(check, cache_mib)
         size = int(float(cache_mib) * 2**20)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import memory
 from ..backends.dispatch import pick_backend
 from ..backends.precision import AUTOCAST_DEVICES
 from ..backends.rows import HeadRows, NeedsGradient
@@ -82,6 +84,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
         )
         whole_weight = lm_head
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
+    weight_item = head.weight.element_size() if weight.dtype != head.weight.dtype else 0
     check.head(weight, bias, rows)
     backend = pick_backend(check, arguments.backend, device, rows.dtype)
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
@@ -111,11 +114,12 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     )
     if tp_group is not None:
         checked = _of_shard(checked, shard_over(tp_group, whole_weight, columns))
+    largest = partial(memory.largest_default_cache, checked, needs, backend, weight_item)
     return HeadInputs(
         rows=checked,
         needs=needs,
         gradient_budget=float(arguments.gradient_budget) if any(needs) else 0.0,
-        cache_bytes=cache_limit(check, arguments.cache_mib, device, any(needs)),
+        cache_bytes=cache_limit(check, arguments.cache_mib, device, any(needs), largest),
         backend=backend,
     )
 

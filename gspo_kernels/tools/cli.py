@@ -207,9 +207,8 @@ def doctor(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and its default on "
-            "this machine, and check nothing. N: "
-            "unmasked tokens of a micro-batch."
+            help="N,H,V of your batch, such as 8192,4096,151936: print the loss's memory, by default and with other "
+            "values of cache_mib, and that of stock TRL, and check nothing. N: unmasked tokens of a micro-batch."
         ),
     ] = None,
     model: Annotated[
@@ -229,6 +228,16 @@ def doctor(
     ] = None,
     cp: Annotated[
         int | None, typer.Option(help="With --memory: ranks that share the N tokens (cp_group). (default: 1)")
+    ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="With --memory: the head is frozen, as with LoRA on other layers.")
+    ] = False,
+    zero_advantage: Annotated[
+        float | None,
+        typer.Option(
+            help="With --memory: share of the tokens, such as 0.5, in answers with advantage 0. GSPOTrainer does not "
+            "run them. (default: 0)"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -251,13 +260,13 @@ def doctor(
         raise typer.BadParameter("requires --compile or --memory", param_hint="--architecture")
     _only_with("--compile", compile_, {"--shape": shape})
     _only_with("--memory", memory is not None, {"--dtype": dtype, "--tp": tp, "--cp": cp})
+    _only_with("--memory", memory is not None, {"--lora": lora or None, "--zero-advantage": zero_advantage})
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
     if memory is not None:
-        verdict, ok, details = memory_of(
-            memory, dtype, architecture, (1 if tp is None else tp, 1 if cp is None else cp), console
-        )
+        ranks = (1 if tp is None else tp, 1 if cp is None else cp)
+        verdict, ok, details = memory_of(memory, dtype, architecture, ranks, lora, zero_advantage or 0.0, console)
     else:
         verdict, ok, details = (
             compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels import memory
 from gspo_kernels.backends import dispatch
+from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.validation import Checks, TensorChecks
 
@@ -72,7 +74,10 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
         dtype = getattr(torch, config.half_dtype or "float32")
         sizes = memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
         backend = dispatch.pick_backend(TensorChecks("gspo train"), config.backend, device)
-        cache = cache_limit(Checks("gspo train"), config.cache_mib, device)
+        needs = NeedsGradient(True, not config.lora_rank, False, False, False)
+        cast_from = item if item > dtype.itemsize else 0
+        largest = partial(memory.largest_default_cache, sizes, needs, backend, cast_from)
+        cache = cache_limit(Checks("gspo train"), config.cache_mib, device, largest_default=largest)
         loss = memory.bound(sizes, backend, min(cache, memory.full_cache_mib(sizes, backend) * MIB)).total
     parts = {
         "weights": weights,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.counters import LiveBytes, Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
@@ -79,7 +80,7 @@ def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str)
 def test_the_block_shapes_of_an_architecture_are_used() -> None:
     code, out = run("--memory", "16384,4096,151936", "--architecture", "sm_90")
     assert code == 0 and "bfloat16, triton backend, sm_90: cache_mib=4752 keeps all rows." in out
-    assert "Without a cache the loss needs at most 1,736 MiB" in out
+    assert "gspo_kernels without a cache: at most 1,699 MiB, 4.00 passes" in out
 
 
 LLAMA = ("--memory", "32768,4096,128256", "--architecture", "sm_90")
@@ -140,6 +141,8 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
         (["--memory", BATCH, "--compile"], "--memory: cannot be combined with --compile or --interpret"),
         (["--dtype", "bf16"], "--dtype: requires --memory"),
         (["--tp", "2"], "--tp: requires --memory"),
+        (["--lora"], "--lora: requires --memory"),
+        (["--memory", BATCH, "--zero-advantage", "1"], "--zero-advantage: expected a share from 0 to below 1, got 1"),
         (["--memory", BATCH, "--tp", "0"], "--tp: expected 1 to 4,096 ranks, got 0"),
         (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 in --memory, got 3"),
     ],
@@ -152,16 +155,32 @@ def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
 def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    line = "The default here is cache_mib={} ({}). It keeps {} of the rows: {} passes in a dense step"
-    assert line.format(0, "on a CPU", "0%", "4.00") in run("--memory", BATCH)[1]
-    assert line.format(0, "on a CPU", "0%", "4.00") not in run("--memory", BATCH, "--architecture", "sm_90")[1]
-    assert "The default of cache_mib is 1/64 of the GPU's total memory." in run(*LLAMA)[1]
-    # A block has 128 rows of 152,064 bf16 numbers: V, padded to a multiple of 256. 34 blocks fit into 1/64 of 80 GiB.
-    out = run("--memory", "8192,4096,151936", "--architecture", "sm_90")[1]
-    assert "On a GPU with 80 GiB, it is 1,280 MiB and holds all rows of up to 4,352 tokens." in out
+    line = "4.00 passes, with cache_mib=0 (on a CPU). It keeps 0% of the rows"
+    assert line in run("--memory", BATCH)[1]
+    assert line not in run("--memory", BATCH, "--architecture", "sm_90")[1]
     monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
-    assert "The default here is cache_mib=2001 (GSPO_CACHE_MIB)" in run(*LLAMA)[1]
-    assert json.loads(run("--json", *LLAMA)[1])["default"]["kept_rows"] == pytest.approx(1 / 4, abs=0.01)
+    assert "with cache_mib=2001 (GSPO_CACHE_MIB). It keeps 25% of the rows" in run(*LLAMA)[1]
+    (default,) = json.loads(run("--json", *LLAMA)[1])["defaults"].values()
+    # A block has 128 rows of 128,256 bf16 numbers. 63 of 256 blocks fit.
+    assert default["kept_rows"] == 63 / 256 and default["passes_rl_like"] == 1 + 5 / 8 * (3 - 63 / 256 / (6 / 8))
+
+
+def test_stock_and_ours_are_printed_for_a_frozen_head_and_answers_with_advantage_0() -> None:
+    """An H100 keeps 34 of 64 blocks of 128 rows. With H = 896, less fits into what TRL's head takes."""
+    arguments = ("--architecture", "sm_90", "--memory")
+    out = run(*arguments, "8192,4096,151936")[1]
+    assert "TRL 1.16, its fused head on a GPU: 4,009 MiB, 4.00 passes." in out
+    assert "by default: at most 2,870 MiB, 3.47 passes, with cache_mib=1280 (on a GPU with 80 GiB). It keeps 53%" in out
+    assert "without a cache: at most 1,571 MiB, 4.00 passes (gradients 1,251, hidden copies 64, tile table 19" in out
+    out = run(*arguments, "8192,896,151936")[1]
+    assert "TRL 1.16, its fused head on a GPU: 1,077 MiB" in out and "by default: at most 1,044 MiB, 3.81 passes" in out
+    out = run(*arguments, "8192,896,151936", "--lora")[1]
+    assert "TRL 1.16, its fused head on a GPU: 298 MiB, 3.00 passes." in out
+    assert "by default: at most 284 MiB, 3.00 passes, with cache_mib=0" in out
+    out = run(*arguments, "8192,4096,151936", "--zero-advantage", "0.5")[1]
+    assert "if 50% of the tokens belong to answers with advantage 0" in out and "4,096 of 8,192 tokens" in out
+    assert "TRL 1.16, its fused head on a GPU: 4,009 MiB, 4.00 passes." in out
+    assert "by default: at most 2,704 MiB, 1.50 passes, with cache_mib=1280" in out
 
 
 def test_the_peaks_of_others_are_those_that_were_measured() -> None:
@@ -175,6 +194,9 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
     }
     shapes = {"rl-4k": (4096, 4096, 151_936), "rl-8k": (8192, 4096, 151_936), "rl-32k": (32_768, 4096, 151_936)}
     shapes |= {"D": (8192, 4096, 151_936), "A": (4096, 4096, 131_072), "C": (4096, 896, 151_936)}
+    # Liger's chunk is the power of two from N / (V / H parts) up: 4,800 / 32 = 150, so 256 rows of bf16 logits twice.
+    liger = memory.peaks_of_others(4800, 4096, 131_072)["Liger's fused cross-entropy"]
+    assert liger == 2 * 4096 * (4800 + 131_072) + 4 * 256 * 131_072
     compared = set()
     for group, shape in shapes.items():
         computed = memory.peaks_of_others(*shape)
@@ -188,8 +210,17 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
     assert code == 0 and "full logits 14,244, full logits, torch.compile 7,122, TRL 1.16's fused head 4,009" in out
 
 
-def test_the_sizes_of_a_models_head_come_from_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": H, "vocab_size": V}}))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": {"hidden_size": H, "vocab_size": V}},
+        transformers.GPT2Config(n_embd=H, vocab_size=V).to_dict(),
+        transformers.T5Config(d_model=H, vocab_size=V).to_dict(),
+    ],
+    ids=["text_config", "GPT-2", "T5"],
+)
+def test_the_sizes_of_a_models_head_come_from_its_folder(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert sizes("--model", str(tmp_path), "--tokens", str(N)) == sizes("--memory", BATCH)
     for arguments, message in (
         (["--model", str(tmp_path)], "requires --tokens"),

@@ -1,4 +1,4 @@
-"""The default of `cache_mib`: 1/64 of a GPU's total memory, 0 on a CPU. The variable and the argument replace it."""
+"""The default of `cache_mib`: at most 1/64 of a GPU's memory, and no more than the loss saves; 0 on a CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counters import LiveBytes
 from helpers.head_rows import head_rows
 from helpers.marks import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gspo_kernels import gspo_fused_loss, linear_log_probs, memory, metrics
+from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends import workspace
+from gspo_kernels.backends.rows import Cache, NeedsGradient
+from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.integrations.backwards import BackwardSettings
+from gspo_kernels.tools.doctor.compile_cases import meta_head
 from gspo_kernels.validation import Checks
 
 MIB = 2**20
@@ -75,6 +80,7 @@ def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatc
         return 1
 
     monkeypatch.setattr(workspace, "cache_of_device", of_device)
+    monkeypatch.setattr(memory, "largest_default_cache", lambda *head: MIB)
     options: dict[str, Any] = dict(backend="torch")
     for argument, passes in (({}, 3.0), ({"cache_mib": 0}, 4.0)):
         out = gspo_fused_loss(hidden, weight, ids, advantages, **argument, **options)
@@ -84,6 +90,79 @@ def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatc
     assert seen == [hidden.device] * 2
     with torch.no_grad():
         assert gspo_fused_loss(hidden, weight, ids, advantages, **options).metrics["passes"] == 1
+    # A batch that is too small for its cache has none, but neither the argument nor the variable is bounded.
+    monkeypatch.undo()
+    monkeypatch.setattr(workspace, "cache_of_device", of_device)
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
+    for argument, passes in (({}, 4.0), ({"cache_mib": 1}, 3.0)):
+        assert gspo_fused_loss(hidden, weight, ids, advantages, **argument, **options).metrics["passes"] == passes
+    monkeypatch.setenv("GSPO_CACHE_MIB", "1")
+    assert gspo_fused_loss(hidden, weight, ids, advantages, **options).metrics["passes"] == 3
+
+
+# H, V: Qwen2.5-0.5B, a small vocabulary, Qwen3-8B
+HEADS = [(896, 151_936), (1536, 32_000), (4096, 151_936)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "vocab"), HEADS)
+def test_the_default_takes_no_more_memory_than_what_it_replaces(
+    width: int, vocab: int, dtype: torch.dtype, frozen: bool
+) -> None:
+    """Count the bytes of a step with entropies, as in TRL. TRL's head is called with half of the rows, and copies them.
+
+    Without room for a cache there is none, so that the bound is then the memory without one.
+    """
+    needs = NeedsGradient(True, not frozen, False, False, False)
+    item = dtype.itemsize
+    kept_rows = []
+    for n in (1000, 4096, 9000):
+        head = meta_head(dtype=dtype, rows=n, width=width, vocab=vocab, entropy=True)
+        stock = memory.trl_head_bytes(n // 2, width, vocab, item, frozen) + n // 2 * width * item
+        most = min(stock, memory.full_logits_bytes(n, width, vocab, item, frozen))
+        with tuning.assume("sm_90"):
+            rows = kernels.cache_rows(head, memory.largest_default_cache(head, needs, "triton"))
+            kept_rows.append(rows / n)
+            with LiveBytes() as live:
+                result, kept = kernels.forward_and_keep(head, cache=Cache(rows, head.mask) if rows else None)
+                kernels.head_backward(head, result, torch.empty_like(result.log_probs), None, needs, kept=kept)
+            assert live.peak <= (most if rows else memory.bound(head, "triton", 0, frozen).peak)
+    if (width, dtype, frozen) == (4096, torch.bfloat16, False):
+        assert kept_rows[1] == 1 and kept_rows[2] > 0.8  # 3 passes, and 3.1 with H200's 1/64
+    assert not any(kept_rows) or dtype == torch.float32 or not frozen
+
+
+def test_the_bound_of_the_default_is_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "100")
+    n, h, v = 5001, 2880, 50_000
+    head, trained = meta_head(rows=n, width=h, vocab=v), NeedsGradient(True, True, False, False, False)
+    ours = 2 * h * (n + v) + 2 * h * n + 4 * n * -(-v // 128) + 100 * MIB
+    tile, copy = 2 * 2501 * 32_768, 2 * h * 2501
+    assert memory.largest_default_cache(head, trained, "triton") == 6 * h * (2501 + v) + tile + copy - ours
+    # Autocast: both casts of operands; TRL casts parts of the weight, and does not round sums to fp32 weights.
+    stock = 4 * h * (2501 + v) + tile + copy + 2 * h * (2501 + v)
+    assert memory.largest_default_cache(head, trained, "triton", 4) == stock - (ours + 2 * h * (n + v))
+    # Of a larger weight, autograd's fp32 copy of the gradient is the peak.
+    large, v_large = meta_head(rows=n, width=h, vocab=200_000), 200_000
+    ours = 4 * h * (n + v_large) + 2 * h * n + 4 * n * -(-v_large // 128) + 100 * MIB
+    assert memory.largest_default_cache(large, trained, "triton", 4) == 2 * h * n + 6 * h * v_large - ours
+    frozen = trained._replace(weight=False)
+    ours = 4 * h * n + 4 * n * -(-v // 128) + 100 * MIB
+    assert memory.largest_default_cache(head, frozen, "triton") == 6 * h * 2501 + tile + copy - ours
+    # Never 0, so that all ranks of a cp_group have a cache.
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "256")
+    assert memory.largest_default_cache(head, frozen, "triton") == 1
+    # Of short batches, full logits take less than TRL's head.
+    short = meta_head(rows=300, width=h, vocab=v)
+    logits = 2 * 300 * v + 2 * h * (300 + v)
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
+    ours = 2 * h * (300 + v) + 2 * h * 300 + 4 * 300 * -(-v // 128) + MIB
+    assert memory.largest_default_cache(short, trained, "triton") == logits - ours
+    with FakeTensorMode():  # ranks of a tp_group compute the bound from their own rows and full logits
+        shard = memory.Batch(n, h, v, tp=4).head(torch.bfloat16)
+        ours = memory.bound(shard, "triton", 0, tile_width=128).total
+        assert memory.largest_default_cache(shard, trained, "triton") == 6 * n * shard.weight.shape[0] - ours
 
 
 def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +186,7 @@ def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.Mon
 def test_the_line_of_the_trainers_names_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, H100)
     line = BackwardSettings().describe(torch.device("cuda"))
-    assert line == "gradient_budget=0, cache_mib=1266 (default, 1/64 of the GPU's memory)"
+    assert line == "gradient_budget=0, cache_mib=at most 1266 (default)"
     assert BackwardSettings().describe(torch.device("cpu")) == "gradient_budget=0, cache_mib=0 (default)"
     assert BackwardSettings(1e-3, 5).describe(torch.device("cuda")) == "gradient_budget=0.001, cache_mib=5"
     monkeypatch.setenv("GSPO_CACHE_MIB", "3")

@@ -15,7 +15,7 @@ from helpers.sharded_features import raises, rows
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor, nn
 
-from gspo_kernels import KeptSets, Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels import KeptSets, Objective, gspo_fused_loss, linear_log_probs, memory, policy_loss, validation
 from gspo_kernels.backends import workspace
 from gspo_kernels.inputs.compared import ENVIRONMENT
 from gspo_kernels.ranks import agreement
@@ -263,7 +263,10 @@ def _default_caches(context: Context) -> None:
     last = rank_in(group) == 1
     for function, kind in FUNCTIONS[:3]:
         mine = arguments(function, kind, group) | {"cache_mib": None}
-        with mock.patch.object(workspace, "cache_of_device", lambda device: 3 if last else 2):
+        with (
+            mock.patch.object(workspace, "cache_of_device", lambda device: 3 if last else 2),
+            mock.patch.object(memory, "largest_default_cache", lambda *head: 2**30),
+        ):
             if kind == "cp_group":
                 run(function, mine)
             else:

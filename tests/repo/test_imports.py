@@ -19,7 +19,8 @@ HOUSE = (
     {"groups", "kept_sets", "ranks", "sampler_mismatch"},
     {"advantages", "metrics", "objective"},
     {"backends"},
-    {"inputs", "memory", "ops"},
+    {"memory"},
+    {"inputs", "ops"},
     {"outputs"},
     {"fused_loss", "log_probs", "policy"},
     {""},  # the package's __init__.py, which exports the public names

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.counters import LiveBytes
 from helpers.tile_choices import Chosen, choices, d_logits, kept, small_tiles
 from helpers.trl_trainer import SEQUENCE, SHAPE, checkpoint, make_trainer, replace_log_probs, tokenizer
 
@@ -18,7 +19,7 @@ from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, TRAINER_GRA
 from torch import Tensor
 from trl import GRPOTrainer
 
-from gspo_kernels import linear_log_probs
+from gspo_kernels import linear_log_probs, memory
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.self_check import verdict
@@ -245,6 +246,37 @@ def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     accelerate_trainer(first)
     first.train()
     assert fuse_head(first.model).is_outermost()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "frozen"),
+    [
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.float32, False),  # under autocast
+    ],
+)
+@pytest.mark.parametrize(("n", "width", "vocab"), [(9000, 896, 151_936), (700, 1536, 40_000)])
+def test_the_formula_for_the_memory_of_trls_head_counts_its_tensors(
+    n: int, width: int, vocab: int, dtype: torch.dtype, weight_dtype: torch.dtype, frozen: bool
+) -> None:
+    """Run TRL's head on meta tensors. What TRL's Triton kernels and cuBLAS compute in place on a GPU does nothing."""
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    autocast = dtype != weight_dtype
+    ids = torch.empty(n, dtype=torch.int64, device="meta")
+    hidden = torch.empty(n, width, dtype=weight_dtype, device="meta", requires_grad=True)
+    weight = torch.empty(vocab, width, dtype=weight_dtype, device="meta", requires_grad=not frozen)
+    with pytest.MonkeyPatch.context() as patch, LiveBytes() as live:
+        for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+            patch.setattr(kernels, name, lambda *args, **options: None)
+        patch.setattr(torch, "is_autocast_enabled", lambda *device: autocast)
+        patch.setattr(torch, "get_autocast_dtype", lambda *device: dtype)
+        options = (1.0, 32_768, None, 1.0, ("log_probs", "entropy"))
+        log_probs = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, ids, *options)[0]
+        torch.autograd.grad(log_probs, [hidden] if frozen else [hidden, weight], torch.empty_like(log_probs))
+    formula = memory.trl_head_bytes(n, width, vocab, dtype.itemsize, frozen, weight_dtype.itemsize if autocast else 0)
+    assert formula <= live.peak <= formula + 12 * 4 * n  # and at most 12 vectors
 
 
 @pytest.mark.parametrize("setting", [{"gradient_budget": 1.0}, {"cache_mib": -1}])

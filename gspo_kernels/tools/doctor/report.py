@@ -110,11 +110,18 @@ def compile_kernels(
 
 
 def memory_of(
-    batch: str, dtype: str | None, architectures: list[str] | None, ranks: tuple[int, int], console: Console
+    batch: str,
+    dtype: str | None,
+    architectures: list[str] | None,
+    ranks: tuple[int, int],
+    frozen: bool,
+    zero_advantage: float,
+    console: Console,
 ) -> tuple[str, bool, dict[str, Any]]:
     """Print what `cache_mib` saves for a batch "N,H,V", and the memory and collectives of its loss, for one rank.
 
-    `ranks`: the sizes of the tp_group and the cp_group. Returns the same as `diagnose`.
+    `ranks`: the sizes of the tp_group and the cp_group. `frozen` and `zero_advantage` are arguments of `memory.plan`.
+    Returns the same as `diagnose`.
     """
     n, width, vocab = _sizes(batch, "--memory", "N,H,V such as 8192,4096,151936", {"N": (1, 2**31), **SIZES_OF_HEAD})
     for option, number in zip(("--tp", "--cp"), ranks, strict=True):
@@ -122,6 +129,9 @@ def memory_of(
             raise typer.BadParameter(f"expected 1 to {MOST_RANKS:,} ranks, got {number}", param_hint=option)
     if n % ranks[1]:
         raise typer.BadParameter(f"expected a divisor of N = {n:,} in --memory, got {ranks[1]}", param_hint="--cp")
+    if not 0 <= zero_advantage < 1:
+        expected = f"expected a share from 0 to below 1, got {zero_advantage:g}"
+        raise typer.BadParameter(expected, param_hint="--zero-advantage")
     from .checks import DTYPES
 
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -137,7 +147,13 @@ def memory_of(
     from ... import memory
 
     architecture = architectures[0] if architectures else None
-    planned = memory.plan(memory.Batch(n, width, vocab, *ranks), None if name is None else DTYPES[name], architecture)
+    planned = memory.plan(
+        memory.Batch(n, width, vocab, *ranks),
+        None if name is None else DTYPES[name],
+        architecture,
+        frozen,
+        zero_advantage,
+    )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("cache_mib", "rows\nkept", "passes,\ndense step", "passes,\nRL-like step", "peak, MiB,\nat most"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -150,8 +166,8 @@ def memory_of(
     verdict = f"{planned.where}: cache_mib={planned.sizes[-1].cache_mib} keeps all rows."
     details = {
         "sizes": [asdict(x) for x in planned.sizes],
-        "default": asdict(planned.default) if planned.default else None,
-        "tokens_that_fit": planned.tokens_that_fit,
+        "defaults": {where: asdict(x) for where, x in planned.defaults.items()},
+        "stock_mib": planned.stock / 2**20 if planned.stock else None,
         "bound_mib": _mib(asdict(planned.bound)),
         "inputs_mib": _mib(planned.inputs),
         "others_mib": _mib(planned.others),
@@ -166,9 +182,10 @@ def sizes_of_model(folder: str, tokens: int) -> str:
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         config = config.get("text_config", config)
-        return f"{tokens},{config['hidden_size']},{config['vocab_size']}"
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        expected = "expected a model folder whose config.json has hidden_size and vocab_size"
+        width = next(config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config)
+        return f"{tokens},{width},{config['vocab_size']}"
+    except (OSError, ValueError, KeyError, AttributeError, StopIteration) as error:
+        expected = "expected a model folder whose config.json has vocab_size and hidden_size, n_embd or d_model"
         raise typer.BadParameter(f"{expected}, got {folder} ({error!r})", param_hint="--model") from error
 
 
@@ -179,30 +196,31 @@ def _mib(sizes: dict[str, int]) -> dict[str, float]:
 
 def _lines_of(planned: Any) -> list[str]:
     """Format the lines that follow the table of a `memory.Plan`."""
-    from ... import memory
 
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
-    if (x := planned.default) is None:
-        default = f"The default of cache_mib is {planned.default_source}."
-        for gib, (mib, tokens) in zip(memory.MEMORY_GIB, planned.tokens_that_fit.items(), strict=True):
-            default += f" On a GPU with {gib} GiB, it is {mib:,} MiB and holds all rows of up to {tokens:,} tokens."
-    else:
-        default = (
-            f"The default here is cache_mib={x.cache_mib} ({planned.default_source}). It keeps {x.kept_rows:.0%} of "
-            f"the rows: {x.passes_dense:.2f} passes in a dense step, {x.passes_rl_like:.2f} in an RL-like one, and a "
-            f"peak of at most {x.peak_mib:,.0f} MiB."
+    passes = 3 if planned.frozen else 4
+    lines = ["Memory on top of the inputs, and passes of a dense step:"]
+    if planned.run < 1:
+        lines = [
+            f"Memory on top of the inputs, and passes, if {1 - planned.run:.0%} of the tokens belong to answers with "
+            "advantage 0, which GSPOTrainer does not run:"
+        ]
+    if planned.stock:
+        lines.append(f"TRL 1.16, its fused head on a GPU: {planned.stock / 2**20:,.0f} MiB, {passes:.2f} passes.")
+    for where, x in planned.defaults.items():
+        lines.append(
+            f"gspo_kernels by default: at most {x.peak_mib:,.0f} MiB, {planned.run * x.passes_dense:.2f} passes, with "
+            f"cache_mib={x.cache_mib} ({where}). It keeps {x.kept_rows:.0%} of the rows."
         )
-        if x.cache_mib:
-            default += f" It keeps all rows of up to {planned.tokens_that_fit[x.cache_mib]:,} tokens."
-    lines = [
-        default,
+    none = planned.sizes[0]
+    lines += [
+        f"gspo_kernels without a cache: at most {none.peak_mib:,.0f} MiB, {planned.run * none.passes_dense:.2f} passes "
+        f"({named(asdict(planned.bound))}).",
         f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}. RL-like: 3 of 8 sequences have no "
         "gradient: 2 have an advantage of 0, and 1 is clipped.",
         f"Inputs: {named(planned.inputs)} MiB.",
-        f"Without a cache the loss needs at most {planned.bound.total / 2**20:,.0f} MiB on top of its inputs: "
-        f"{named(asdict(planned.bound))}.",
     ]
     if planned.others:
         others = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in planned.others.items())
@@ -222,8 +240,9 @@ def _lines_of(planned: Any) -> list[str]:
         lines.append(f"{x.group}, {x.ranks} ranks: {x.kind} of {x.of}, {size} from each rank{notes.get(x.of, '')}.")
     if received := sum(x.received for x in planned.collectives if x.group == "tp_group"):
         lines.append(
-            f"A dense step of 4 passes, without a cache, computes {4 * planned.operations_per_pass / received:,.0f} "
-            "operations per byte that arrives over the tp_group. docs/scale.md says when more ranks stop paying."
+            f"A dense step of {passes} passes, without a cache, computes "
+            f"{passes * planned.operations_per_pass / received:,.0f} operations per byte that arrives over the "
+            "tp_group. docs/scale.md says when more ranks stop paying."
         )
     if not planned.aligned:
         lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..tasks import Task
+from ..tasks.base import digest_of, row_text
 from .checkpoints import check_form, read_checkpoint
 from .config import InputError, TrainConfig
 from .data import Reward, task_of
@@ -19,6 +21,8 @@ from .loading import located
 
 RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # trained weights need these
+# Keys of the record that earlier versions did not write.
+LATER = {"rows": {"count": int, "prompts": str, "in_any_order": str}, "started_in": str}
 PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
 
 
@@ -55,8 +59,8 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     record = record_of(config, task, from_python)
     if then.get("prompts", record["prompts"]) != record["prompts"]:
         related = "".join(f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes)
-        expected = f"the prompts and answers of {config.folder} in their order, with the digest {then['prompts']}"
-        refuse("data" if config.data else "task", expected, f"the digest {record['prompts']}{related}")
+        what = changed_prompts(then.get("rows"), record["rows"])
+        refuse("data" if config.data else "task", f"the prompts with which {config.folder} was started", what + related)
     if then.get("rewards", record["rewards"]) != record["rewards"]:
         changes["weights of rewards"] = [then["rewards"], record["rewards"]]
     notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
@@ -70,9 +74,50 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
 def record_of(config: TrainConfig, task: Task, from_python: list[str]) -> dict[str, Any]:
     """What config.json adds to the options: arguments from Python, weights of rewards, a hash of the prompts, ..."""
     rewards = {component.name: component.weight for component in task.rewards.components}
-    record = {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
+    record = {"from_python": from_python, "rewards": rewards, "prompts": task.digest, "rows": rows_of(task)}
+    record["started_in"] = place_of(Path.cwd(), config.folder.resolve())
     model = None if config.model is None else located(config.model)[0]
     return record | {"held_out": task.split or "those of the task from Python", "model": model, "versions": versions()}
+
+
+def rows_of(task: Task) -> dict[str, Any]:
+    """What tells how another task differs: the number of its prompts, the prompts alone, and its rows in any order."""
+    examples = [*task.train, *task.held_out]
+    prompts = digest_of([example.key for example in examples])
+    return {"count": len(examples), "prompts": prompts, "in_any_order": digest_of(sorted(map(row_text, examples)))}
+
+
+def changed_prompts(then: dict[str, Any] | None, now: dict[str, Any]) -> str:
+    """Say how the prompts of a run (`rows_of`) have changed. An earlier version did not record them: None."""
+    if then is None or then["in_any_order"] == now["in_any_order"]:
+        return (
+            "others" if then is None else "the same in another order, or divided otherwise into training and evaluation"
+        )
+    if then["count"] != now["count"]:
+        return f"others: {then['count']:,} prompts then, {now['count']:,} now"
+    if then["prompts"] == now["prompts"]:
+        return "the same prompts with other answers or columns"
+    return f"{now['count']:,} prompts as before, but not the same"
+
+
+def place_of(folder: Path, run: Path) -> str:
+    """The path of a folder from a run's folder, so that both can be moved together. On another drive, absolute."""
+    return os.path.relpath(folder, run) if folder.drive == run.drive else str(folder)
+
+
+def found_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Make relative paths of options absolute if they lead to something from `folder`. Others stay as they are."""
+
+    def absolute(path: str) -> str:
+        return str(folder / path) if (folder / path).exists() else path
+
+    paths = {name: absolute(options[name]) for name in ("model", "data", "eval_data") if options.get(name)}
+    rewards = []
+    for spec in options.get("reward", ()):
+        factor, separator, place = spec.rpartition("*")
+        source, colon, function = place.rpartition(":")
+        rewards.append(f"{factor}{separator}{absolute(source)}{colon}{function}")
+    return options | paths | ({"reward": rewards} if rewards else {})
 
 
 def versions() -> dict[str, str]:
@@ -85,7 +130,10 @@ def versions() -> dict[str, str]:
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the options of a run, and its record (see `record_of`). Raise an InputError if the folder has no run."""
+    """Read the options of a run, and its record (see `record_of`). Raise an InputError if the folder has no run.
+
+    Relative paths lead where they led from the folder in which the run was started.
+    """
     path = folder / "config.json"
     if not path.is_file():
         got = folder if folder.is_dir() else f"no folder: {folder}"
@@ -97,7 +145,11 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     check_form(f"resume: {path}", options, {"seeds": list, "steps": int})  # options that every run has
     then = options.pop(RECORD, {})
     forms = {"from_python": list, "rewards": dict, "prompts": str}
-    check_form(f"resume: {path}", then, {key: form for key, form in forms.items() if then}, RECORD)
+    forms = {key: form for key, form in forms.items() if then}
+    forms |= {key: form for key, form in LATER.items() if key in then}
+    check_form(f"resume: {path}", then, forms, RECORD)
+    if (started_in := (folder.resolve() / then.get("started_in", Path.cwd())).resolve()) != Path.cwd():
+        options = found_from(started_in, options)
     return options, then
 
 

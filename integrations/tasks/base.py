@@ -43,11 +43,20 @@ class Task:
         total = hashlib.sha256()
         for examples in (self.train, self.held_out):
             for example in examples:
-                record = [example.prompt, example.answer, *([example.columns] if example.columns else [])]
-                line = json.dumps(record, default=lambda x: type(x).__name__)
-                total.update(f"{line}\n".encode())
+                total.update(f"{row_text(example)}\n".encode())
             total.update(b"\n")
         return total.hexdigest()[:16]
+
+
+def row_text(example: Example) -> str:
+    """The prompt, the answer and the other columns of an example, as JSON."""
+    record = [example.prompt, example.answer, *([example.columns] if example.columns else [])]
+    return json.dumps(record, default=lambda x: type(x).__name__)
+
+
+def digest_of(value: Any) -> str:
+    """A hash of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def make_task(

@@ -151,7 +151,7 @@ def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: 
     assert record["held_out"] == f"all 3 prompts of {tmp_path}/eval.jsonl"
     assert "At least 10 prompts are needed to decide" in report.summary()[0]
     write_jsonl(paths["eval_data"], *held_out[:2])
-    with pytest.raises(InputError, match=r"data: expected the prompts and answers of .* in their order"):
+    with pytest.raises(InputError, match=r"data: expected the prompts with which .* got others: 6 prompts then, 5 now"):
         train(read_config(resume=report.folder))
     shared = write_jsonl(tmp_path / "shared.jsonl", *held_out, {"prompt": "sort b:", "answer": "b"})
     empty = write_jsonl(tmp_path / "empty.jsonl", "")

@@ -30,6 +30,7 @@ from gspo_kernels.integrations.reference_trainer import (
     forecast,
     policy,
     read_config,
+    read_evaluation,
     report,
     train,
 )
@@ -321,8 +322,11 @@ def test_changed_options_are_said_and_taken(
         ("model=x", 'model: expected null, with which {} was started, got "x"'),
         ("lora_rank=4", "lora_rank: expected 0, with which {} was started, got 4"),
         ("name=other", "name: expected no such option with --resume, which continues {}, got 'other'"),
-        ("task=format", "in their order, with the digest "),
-        ("eval_prompts=9", "; eval_prompts: 8 -> 9"),
+        ("task=format", "task: expected the prompts with which {} was started, got others: 648 prompts then, "),
+        (
+            "eval_prompts=9",
+            "got the same in another order, or divided otherwise into training and evaluation; eval_pro",
+        ),
     ],
 )
 def test_changes_with_which_a_run_cannot_continue_are_refused(two_seeds: Path, changes: str, message: str) -> None:
@@ -350,22 +354,60 @@ def test_a_stopped_run_may_drop_seeds_that_have_not_begun(two_seeds: Path, tmp_p
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3] * 2
 
 
-@pytest.mark.parametrize("changed", ["answer", "order", "nothing"])
+CHANGED: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
+    "answer": (
+        lambda lines: [*lines[:5], {**lines[5], "answer": "z"}, *lines[6:]],
+        "the same prompts with other answers",
+    ),
+    "prompt": (lambda lines: [*lines[:-1], {"prompt": "sort z:", "answer": "z"}], "10 prompts as before, but not the "),
+    "number": (lambda lines: [*lines, {"prompt": "sort z:", "answer": "z"}], "others: 10 prompts then, 11 now"),
+    "order": (lambda lines: lines[::-1], "the same in another order, or divided otherwise"),
+    "nothing": (lambda lines: lines, ""),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
 def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     policy.demo_policy().save(tmp_path / "model")
     lines = [{"prompt": f"sort {x}:", "answer": x} for x in "abcdefsort"]
     data = write_jsonl(tmp_path / "data.jsonl", *lines)
     options = {"model": str(tmp_path / "model"), "data": data, "max_new_tokens": 2}
     folder = stopped(tmp_path, monkeypatch, options=options)
-    if changed == "answer":
-        lines[5]["answer"] = "z"
-    moved = write_jsonl(tmp_path / "moved.jsonl", *(lines[::-1] if changed == "order" else lines))
+    change, message = CHANGED[changed]
+    moved = write_jsonl(tmp_path / "moved.jsonl", *change(lines))
     config = read_config(texts=[f"data={moved}"], resume=folder)
     if changed == "nothing":
         train(config)
         return
-    with pytest.raises(InputError, match=rf"^data: expected the prompts and answers of {folder} in their order, with"):
+    with pytest.raises(InputError, match=f"^data: expected the prompts with which {folder} was started, got {message}"):
         train(config)
+
+
+def test_a_run_continues_from_another_folder_and_in_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Relative paths of its options lead where they led when it was started."""
+    (project := tmp_path / "project").mkdir()
+    monkeypatch.chdir(project)
+    policy.demo_policy().save(Path("tiny"))
+    write_jsonl(Path("data.jsonl"), *({"prompt": f"sort {x}:", "answer": x} for x in "abcdef"))
+    Path("rewards.py").write_text("def length(completion):\n    return float(len(completion))\n")
+    options = {
+        "model": "tiny",
+        "data": "data.jsonl",
+        "reward": "0.5*rewards.py:length",
+        "max_new_tokens": 2,
+        "save": True,
+    }
+    train(small(tmp_path, **options, output="runs", name="mine", steps=1, checkpoint_every=1))
+    project.rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    assert read_evaluation(str(tmp_path / "moved" / "runs" / "mine")).task.rewards.components[0].weight == 0.5
+    capsys.readouterr()
+    folder = train(read_config(texts=["steps=2"], resume=tmp_path / "moved" / "runs" / "mine")).folder
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume")]
+    assert len(rows_of(folder)) == 3 and notes == ["resume: steps: 1 -> 2, taken from here on"]
+    assert json.loads((folder / "config.json").read_text())["reward"] == [f"0.5*{tmp_path}/moved/rewards.py:length"]
 
 
 def test_other_weights_of_rewards_are_said(

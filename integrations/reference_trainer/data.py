@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
 from ..tasks import Example, RewardComponent, Rewards, Task, answer_found, nearest, task_by_name
-from ..tasks.base import make_task
+from ..tasks.base import digest_of, make_task
 from .config import InputError, TrainConfig
 
 RewardFunction = Callable[..., Any]  # see tasks.rewards.Parameters
@@ -188,3 +191,48 @@ def import_source(source: str) -> Any:
         return module
     finally:
         sys.path.pop(0)
+
+
+def code_of(functions: Iterable[Callable[..., Any] | None]) -> dict[str, str]:
+    """Digests of the code of functions (or None), by file: a function's file, and files of its folder that it imports.
+
+    A file that is run as a script, or belongs to this package, may change for other reasons. So of such a file only the
+    function's own lines count, by "function NAME". The digest is "" if there is no source.
+    """
+    texts: dict[str, set[str]] = {}
+    for function in filter(None, functions):
+        while isinstance(function, partial):
+            function = function.func
+        function = inspect.unwrap(function)
+        if not inspect.isroutine(function):
+            function = type(function).__call__
+        name = f"function {function.__qualname__}"
+        module = getattr(function, "__module__", None) or ""
+        try:
+            if module in ("__main__", "__mp_main__") or module.startswith("gspo_kernels."):
+                texts.setdefault(name, set()).add(inspect.getsource(function))
+                continue
+            file = Path(inspect.getsourcefile(function) or "")
+            for path in with_imports(file):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                texts.setdefault(f"file {path.name}", set()).add(text)
+        except (OSError, TypeError, ImportError, SyntaxError):  # no source, or no longer that of the function
+            texts.setdefault(name, set())
+    return {name: digest_of(sorted(of_name)) if of_name else "" for name, of_name in texts.items()}
+
+
+def with_imports(file: Path) -> Iterator[Path]:
+    """A Python file, and the files of its folder that it imports, also indirectly. Of an installed package, none."""
+    yield file
+    if "site-packages" in file.parts:
+        return
+    folder = file.parent
+    while (folder / "__init__.py").is_file():  # a package is imported from the folder above it
+        folder = folder.parent
+    finder = ModuleFinder([str(folder)], excludes=["gspo_kernels"])
+    if folder == file.parent:
+        finder.run_script(str(file))
+    else:
+        finder.import_hook(".".join(file.relative_to(folder).with_suffix("").parts))
+    modules: list[Any] = [module for module in finder.modules.values() if getattr(module, "__file__", None)]
+    yield from sorted({Path(module.__file__) for module in modules} - {file})

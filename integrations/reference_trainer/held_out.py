@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -10,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..tasks import Example, RewardBatch, Task
+from ..tasks.base import digest_of
+from .chat import encode
 from .config import TrainConfig
 from .policy import Policy
-from .sampling import Dialogue, converse
+from .sampling import Dialogue, converse, end_tokens
 from .update import TrainingError, autocast
 
 RESAMPLES = 2000
@@ -81,6 +84,39 @@ def rewards_by_prompt(rewards: RewardBatch) -> Row:
     return {"total": total, "components": rewards.components}
 
 
+def defined_by(config: TrainConfig, policy: Policy, task: Task, code: dict[str, str]) -> Row:
+    """What defines the rewards of an evaluation besides the weights of the policy. Texts are digests.
+
+    `code` has those of the task's functions, from `code_of`. Prompts count as the policy reads them, so they cover
+    tokenizer, chat template and `max_prompt_tokens`. Options of sampling are missing because evaluations are greedy.
+    """
+    rewards = task.rewards
+    prompts = encode(policy, [example.prompt for example in task.held_out])
+    return {
+        **code,
+        "weights of rewards": {x.name: x.weight for x in rewards.components},
+        "reward_timeout": rewards.timeout,
+        "max_new_tokens": config.max_new_tokens,
+        "max_turns": task.max_turns,
+        "tokens that end an answer": sorted(end_tokens(policy)),
+        "chat template of the model": digest_of(policy.tokenizer.chat_template),
+        "encoding of the held-out prompts": digest_of(prompts),
+    }
+
+
+def changes_between(then: Row, now: Row) -> str:
+    """Say how what defines the rewards of an evaluation (`defined_by`) has changed; "" if it has not."""
+    changes = []
+    for name in dict.fromkeys([*then, *now]):
+        before, after = then.get(name), now.get(name)
+        if before != after and isinstance(before or after, str):
+            changed = "has changed" if before and after else "is new" if after else "is not used any more"
+            changes.append(f"the {name} {changed}")
+        elif before != after:
+            changes.append(f"{name}: {json.dumps(before)} -> {json.dumps(after)}")
+    return "; ".join(changes)
+
+
 def held_out_metrics(now: Row, start: Row | None) -> Row:
     """The metrics of an evaluation, by their names in metrics.jsonl.
 
@@ -127,6 +163,7 @@ class HeldOut:
     start: Estimate | None  # None: the reward applied to no prompt, or the run did not have it
     end: Estimate | None
     change: Estimate | None  # of the differences prompt by prompt; None: start and end cannot be compared
+    reason: str = ""  # why they cannot be compared
 
     @property
     def verdict(self) -> str:
@@ -147,6 +184,7 @@ def held_out_results(rows: Sequence[Row]) -> tuple[HeldOut, ...]:
             read_estimate(first, "eval_reward", suffix),
             read_estimate(last, "eval_reward", suffix),
             read_estimate(last, "eval_change", suffix),
+            last.get("eval_incomparable", ""),
         )
         for suffix in suffixes(last)
     )
@@ -156,8 +194,10 @@ def sentence(results: Sequence[HeldOut]) -> str:
     """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
     total, *components = results
     if total.change is None or total.start is None or total.end is None:
-        missing = "no held-out prompt has a reward" if total.end is None else "the rewards changed during the run"
-        return f"{total.verdict}: {missing}"
+        changed = (
+            f"since the first evaluation, {total.reason}" if total.reason else "the rewards changed during the run"
+        )
+        return f"{total.verdict}: {'no held-out prompt has a reward' if total.end is None else changed}"
     mean, low, high = (f"{x:+.3f}" for x in total.change[:3])
     prompts = total.change.prompts
     start, end = f"{total.start.mean:.3f}", f"{total.end.mean:.3f}"

@@ -317,6 +317,7 @@ class RunFolder:
             form: Row = dict.fromkeys(needed, float)
             if "eval_reward" in row:
                 form |= {"eval_reward": float, "eval_rewards": {"total": list, "components": dict}}
+                form |= {"eval_defined_by": dict} if "eval_defined_by" in row else {}
             check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, form)
         return rows
 

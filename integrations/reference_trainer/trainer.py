@@ -25,7 +25,16 @@ from .checkpoints import CHECKPOINT, WriteError
 from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
-from .held_out import check_failures, collect, held_out_metrics, held_out_results, rewards_by_prompt, sentence
+from .held_out import (
+    changes_between,
+    check_failures,
+    collect,
+    defined_by,
+    held_out_metrics,
+    held_out_results,
+    rewards_by_prompt,
+    sentence,
+)
 from .loading import experts_without_lora, pick_device, policy_of_seed, set_seed
 from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
@@ -111,6 +120,7 @@ class Learner:
         self.optimizer = Optimizer(policy, config)
         self.running = RunningMoments()
         self.start: Row | None = None  # the rewards of the evaluation before the first step
+        self.incomparable = ""  # how what defines these rewards has changed since
 
     def seed_generators(self, step: int) -> None:
         """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
@@ -206,6 +216,8 @@ class Learner:
             raise TrainingError(f"the reward {names} returned None for all {len(together.total)} answers in {when}")
         now = rewards_by_prompt(together)
         metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
+        if self.incomparable:
+            metrics["eval_incomparable"] = self.incomparable
         return metrics, samples
 
 
@@ -266,7 +278,7 @@ class Training(Learner):
         say(self.skipping.description)
         if self.config.updates_per_rollout * self.config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
-        row = {"step": 0, **self.evaluate(0)[0]}
+        row = {"step": 0, **self.evaluate(0)[0], "eval_defined_by": self.defined_by()}
         self.start = row["eval_rewards"]
         with self.stop.postponed():
             self.finish_step(row)
@@ -282,7 +294,7 @@ class Training(Learner):
                 f"resume: expected the metrics of seed {self.seed} to end with step {saved['step']}, at which the "
                 f"checkpoint was written, got step {rows[-1]['step']}"
             )
-        self.start = self.comparable(rows[0]["eval_rewards"])
+        self.start = self.comparable(rows[0])
         self.optimizer.load(saved["optimizer"])
         self.running = RunningMoments(**{name: saved["running"][name] for name in CHECKPOINT["running"]})
         self.folder.open(saved["sizes"])  # removes lines written after the checkpoint, so do this after all checks
@@ -292,24 +304,43 @@ class Training(Learner):
         evaluated = [row for row in self.rows if "eval_reward" in row]
         self.progress.begin(self.seed, evaluated[-1], self.step)
 
-    def comparable(self, start: Row) -> Row | None:
-        """Return the rewards of the evaluation before the first step, or None if the run's rewards have changed.
+    def defined_by(self) -> Row:
+        """What defines held-out rewards besides the weights."""
+        return defined_by(self.config, self.policy, self.task, self.folder.record["code"])
+
+    def comparable(self, first: Row) -> Row | None:
+        """Return the rewards of the evaluation before the first step, or None if what defines them has changed.
+
+        Args:
+            first: the metrics of that evaluation.
 
         Raises:
             InputError: that evaluation had another number of prompts.
         """
+        start = first["eval_rewards"]
         prompts = len(self.task.held_out)
         if len(start["total"]) != prompts:
             raise InputError(
                 f"max_prompt_tokens: expected a limit that leaves {len(start['total'])} held-out prompts, as when "
                 f"{self.folder.path} was started, got {self.config.max_prompt_tokens}, which leaves {prompts}"
             )
-        now = self.task.rewards([], []).components
-        if start["components"].keys() == now.keys():
-            totals = self.task.rewards.totals(start["components"], prompts)
-            if all(before in (None, total) for before, total in zip(start["total"], totals, strict=True)):
-                return start
-        self.progress.say("resume: the rewards have changed, so held-out rewards are not compared with those of step 0")
+        now = self.defined_by()
+        for name in [name for name, digest in now.items() if digest == ""]:
+            self.progress.say(f"resume: the source of the {name} cannot be read, so changes of it go unnoticed")
+        if then := first.get("eval_defined_by"):
+            self.incomparable = changes_between(then, now)
+        else:  # of an earlier version
+            self.progress.say(
+                "resume: the run does not record the code of its rewards, the chat template and max_new_tokens of the "
+                "evaluation before the first step, so changes of them go unnoticed"
+            )
+            same = start["components"].keys() == self.task.rewards([], []).components.keys()
+            totals = self.task.rewards.totals(start["components"], prompts) if same else start["total"]
+            same = same and all(x in (None, total) for x, total in zip(start["total"], totals, strict=True))
+            self.incomparable = "" if same else "the rewards have changed"
+        if not self.incomparable:
+            return start
+        self.progress.say(f"resume: held-out rewards are not compared with those of step 0: {self.incomparable}")
         return None
 
     def state(self) -> dict[str, Any]:

@@ -296,8 +296,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a resumed run compares with its last evaluation": (
         "Training.restore",
-        'self.comparable(rows[0]["eval_rewards"])',
-        'self.comparable([row for row in rows if "eval_rewards" in row][-1]["eval_rewards"])',
+        "self.comparable(rows[0])",
+        'self.comparable([row for row in rows if "eval_rewards" in row][-1])',
         "trainer_held_out::test_a_resumed_run_compares_with_its_first_evaluation",
     ),
     "a process that stops alone": (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
+from transformers import AutoTokenizer, GenerationConfig
 
 from gspo_kernels.integrations.reference_trainer import InputError, policy, read_config, train, train_config
 from gspo_kernels.integrations.reference_trainer.held_out import (
@@ -168,16 +171,81 @@ def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: 
     assert not (tmp_path / "other").exists()
 
 
-def test_after_a_resume_with_other_rewards_start_and_end_are_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, prompts, rewards and a finished run."""
+    folder = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        policy.demo_policy("sort abcdefgh:").save(Path("tiny"))
+        write_jsonl(Path("data.jsonl"), *({"prompt": f"sort {x}:", "answer": x} for x in "abcdefgh"))
+        Path("scale.py").write_text("SCALE = 1.0\n")
+        Path("rewards.py").write_text(
+            "from scale import SCALE\ndef length(completion):\n    return SCALE * len(completion)\n"
+        )
+        options = {"model": "tiny", "data": "data.jsonl", "reward": "rewards.py:length", "max_new_tokens": 4}
+        train(small(folder, **options, output="runs", steps=1, checkpoint_every=1))
+    return folder
+
+
+def append(name: str) -> Callable[[], object]:
+    return lambda: Path(name).write_text(f"{Path(name).read_text()}\n# changed\n")
+
+
+def change_template() -> None:
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    tokenizer.chat_template = f"a{tokenizer.chat_template or '{{ messages[0].content }}'}"
+    tokenizer.save_pretrained("tiny")
+
+
+def change_end() -> None:
+    config = GenerationConfig.from_pretrained("tiny")
+    config.eos_token_id = [1, 3]
+    config.save_pretrained("tiny")
+
+
+@pytest.mark.parametrize(
+    ("change", "option", "said"),
+    [
+        (append("rewards.py"), "", "the file rewards.py has changed"),
+        (append("scale.py"), "", "the file scale.py has changed"),
+        (None, "reward=3*rewards.py:length", 'weights of rewards: {"length": 1.0} -> {"length": 3.0}'),
+        (None, "reward_timeout=9", "reward_timeout: 10.0 -> 9.0"),
+        (None, "max_new_tokens=3", "max_new_tokens: 4 -> 3"),
+        (change_end, "", "tokens that end an answer: [1] -> [1, 3]"),
+        (
+            change_template,
+            "",
+            "the chat template of the model has changed; the encoding of the held-out prompts has changed",
+        ),
+        (None, "learning_rate=1e-3", ""),
+    ],
+)
+def test_held_out_rewards_that_something_else_defines_are_not_compared(
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[], object] | None,
+    option: str,
+    said: str,
 ) -> None:
-    folder = train(small(tmp_path), reward=REWARDS).folder
-    others = [REWARDS[0]._replace(weight=3.0), REWARDS[1]]
-    report = train(read_config(texts=["steps=4"], resume=folder), reward=others)
-    assert "eval_change" not in rows_of(folder)[-1] and "not compared with those of step 0" in capsys.readouterr().out
-    assert sentence(report.results[0].held_out) == "not comparable: the rewards changed during the run"
+    monkeypatch.chdir(shutil.copytree(project, tmp_path / "copy"))
+    if change is not None:
+        change()
+    for steps in (2, 3):  # the second resume compares with the first evaluation too
+        report = train(read_config(texts=[f"steps={steps}", *([option] if option else [])], resume="runs/tiny"))
+        last, results = rows_of(report.folder)[-1], report.results[0].held_out
+        note = f"resume: held-out rewards are not compared with those of step 0: {said}\n"
+        assert (note in capsys.readouterr().out) == bool(said) != ("eval_change" in last)
+        expected = f"not comparable: since the first evaluation, {said}" if said else "not decided: the held-out reward"
+        assert sentence(results).startswith(expected)
+
+
+def test_a_limit_that_leaves_other_held_out_prompts_is_refused(tmp_path: Path) -> None:
+    folder = train(small(tmp_path)).folder
     with pytest.raises(InputError, match=r"max_prompt_tokens: expected a limit that leaves 8 .*, got 9, which leaves"):
-        train(read_config(texts=["steps=5", "max_prompt_tokens=9"], resume=folder), reward=others)
+        train(read_config(texts=["steps=5", "max_prompt_tokens=9"], resume=folder))
 
 
 def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:

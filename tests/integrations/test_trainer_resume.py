@@ -623,6 +623,21 @@ def of_rows(change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
     return damage
 
 
+@pytest.mark.parametrize(("reward", "compared"), [(None, True), ("letters_in_place", True), ("answer_found", False)])
+def test_a_run_that_does_not_record_what_defines_its_rewards_continues(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str | None, compared: bool
+) -> None:
+    """As an earlier version wrote it. Names and values of the rewards are compared."""
+    folder = copied(finished, tmp_path)
+    of_rows(lambda rows: [{name: x for name, x in row.items() if name != "eval_defined_by"} for row in rows])(folder)
+    options = [f"reward=gspo_kernels.integrations.tasks:{reward}"] if reward else []
+    train(read_config(texts=["steps=4", *options], resume=folder))
+    out = capsys.readouterr().out
+    assert "resume: the run does not record the code of its rewards" in out
+    assert ("not compared with those of step 0: the rewards have changed" in out) != compared
+    assert ("eval_change" in rows_of(folder)[-1]) == compared
+
+
 HEAD = "lm_head.weight"
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (text("config.json", "[]"), r"config.json: expected its content to be keys with values, got \[\]"),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,9 @@ from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.chat import check_replies, encode, encode_reply
-from gspo_kernels.integrations.reference_trainer.data import jsonl_task, load_reward
+from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, fitting, sample
-from gspo_kernels.integrations.tasks import TASKS, Example, RewardComponent, Rewards, task_by_name
+from gspo_kernels.integrations.tasks import TASKS, Example, RewardComponent, Rewards, answer_found, task_by_name
 from gspo_kernels.integrations.tasks.arithmetic import problem, steps_add_up
 from gspo_kernels.integrations.tasks.calculator import calculate
 from gspo_kernels.integrations.tasks.rewards import time_limit
@@ -314,6 +315,30 @@ def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch:
         component = load_reward(spec)
         assert component[:2] == ("long", weight) and component.function("ab", "") == 6
     assert sys.path == path
+
+
+def test_the_code_of_a_reward_is_its_files_or_its_lines(tmp_path: Path) -> None:
+    (package := tmp_path / "mine").mkdir()
+    for name, text in [("__init__", ""), ("near", "import json"), ("far", "X = 1")]:
+        (package / f"{name}.py").write_text(text)
+    (package / "rewards.py").write_text(
+        "import torch\nfrom . import near\ndef f(text):\n    from mine.far import X\nclass C:\n"
+        "    def __call__(self, text):\n        return 1\nc = C()\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        functions = [load_reward(f"mine.rewards:{name}").function for name in ("f", "c")]
+    finally:
+        sys.path.remove(str(tmp_path))
+    files = {f"file {name}.py" for name in ("rewards", "__init__", "near", "far")}
+    before, of_object = (code_of([partial(function), None]) for function in functions)
+    assert set(before) == files and of_object == before
+    (package / "far.py").write_text("X = 2")
+    after = code_of(functions)
+    assert {name for name in files if after[name] != before[name]} == {"file far.py"}
+    assert set(code_of([answer_found])) == {"function answer_found"}
+    (package / "rewards.py").unlink()
+    assert code_of([abs, functions[0]]) == {"function abs": "", "function f": ""}
 
 
 def test_bad_rewards_are_refused() -> None:

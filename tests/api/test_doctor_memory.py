@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from gspo_kernels import gspo_fused_loss, memory
+from gspo_kernels.backends.torch import tiles
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.benchmarks.measure import RESULTS
@@ -73,6 +74,11 @@ def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str)
         found = memory.sizes(head, backend)
         rows = memory.dispatch.implementation(backend).cache_rows
         assert rows(head, found[-1].cache_mib * MIB) >= n > rows(head, (found[-1].cache_mib - 1) * MIB)
+        rows_of_tiles = n if backend == "triton" else -(-n // tiles.tiling(head).rows) * tiles.tiling(head).rows
+        columns = tuning.tile_config(head, "forward").block_v if backend == "triton" else tiles.tiling(head).columns
+        for entropy, numbers in ((False, 1), (True, 2)):
+            table = memory.bound(head._replace(entropy=entropy), backend, 0).tile_table
+            assert table == 4 * numbers * rows_of_tiles * -(-151_936 // columns)
     assert found[0].passes_dense == 4 and found[-1].passes_dense == 3
     assert found[0].passes_rl_like == 2.875 and found[-1].passes_rl_like == 2.25
 
@@ -194,9 +200,15 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
     }
     shapes = {"rl-4k": (4096, 4096, 151_936), "rl-8k": (8192, 4096, 151_936), "rl-32k": (32_768, 4096, 151_936)}
     shapes |= {"D": (8192, 4096, 151_936), "A": (4096, 4096, 131_072), "C": (4096, 896, 151_936)}
-    # Liger's chunk is the power of two from N / (V / H parts) up: 4,800 / 32 = 150, so 256 rows of bf16 logits twice.
-    liger = memory.peaks_of_others(4800, 4096, 131_072)["Liger's fused cross-entropy"]
-    assert liger == 2 * 4096 * (4800 + 131_072) + 4 * 256 * 131_072
+    # Liger makes about V / H chunks, each a power of two: 4,864 / 38 = 128. It stores the bf16 logits of one twice.
+    for n, h, v, chunk in (
+        (4864, 4096, 151_936, 128),
+        (4865, 4096, 151_936, 256),
+        (4800, 4096, 131_072, 256),
+        (3, 64, 64, 3),
+    ):
+        liger = memory.peaks_of_others(n, h, v)["Liger's fused cross-entropy"]
+        assert liger == 2 * h * (n + v) + 4 * chunk * v
     compared = set()
     for group, shape in shapes.items():
         computed = memory.peaks_of_others(*shape)

@@ -98,7 +98,7 @@ class GSPOConfig(GRPOConfig):
         default=True,
         metadata={
             "help": "Whether groups with equal rewards get an advantage of exactly 0. `False` keeps TRL's advantages, "
-            "which contain rounding errors. Only GSPOTrainer reads this setting."
+            "which contain rounding errors. Only GSPOTrainer changes them; `accelerate_trainer` only reports them."
         },
     )
 
@@ -178,6 +178,8 @@ def check_trainer(place: str, kind: type[GRPOTrainer], args: Any) -> None:
         check.fail("cast_lm_head_to_fp32", "False (our logits are fp32 whatever the head's dtype)", True)
     if hasattr(GRPOTrainer, "compute_liger_loss") and args.use_liger_kernel:
         check.fail("use_liger_kernel", "False before TRL 1.14 (Liger's loss reads no log-probs)", True)
+    if args.use_liger_kernel and args.device.type == "cpu":  # otherwise Triton fails in the first step
+        check.fail("use_liger_kernel", "False on a CPU (Liger's layers are Triton kernels, which need a GPU)", True)
     if overrides_log_probs(kind) and not ASKS_THE_MODEL:
         expected = "GRPOTrainer's own before TRL 1.15 (instead, call linear_log_probs in your override)"
         check.fail(METHOD, expected, Unquoted(f"an override in {kind.__name__}"))

@@ -26,13 +26,13 @@ def code_blocks(page: str, language: str, text: str = "") -> list[str]:
     return [block for block in blocks if text in block]
 
 
-(TRL_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.trl")
+TRL_LINES, TRL_EXISTING_LINES = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.trl")
 (HUGGINGFACE_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.huggingface")
 (MEGATRON_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.megatron import")
 (VERL_MEGATRON_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.verl.megatron")
 (VERL_LINES,) = code_blocks(INTEGRATIONS, "bash", "gspo_kernels.integrations.verl")
 (VERL_BUDGET,) = code_blocks(INTEGRATIONS, "bash", "fused_kernel_options")  # overrides only
-_TESTED_ELSEWHERE = (TRL_LINES, HUGGINGFACE_LINES, MEGATRON_LINES, VERL_MEGATRON_LINES)
+_TESTED_ELSEWHERE = (TRL_LINES, TRL_EXISTING_LINES, HUGGINGFACE_LINES, MEGATRON_LINES, VERL_MEGATRON_LINES)
 OTHER_PYTHON = [block for block in code_blocks(INTEGRATIONS, "python") if block not in _TESTED_ELSEWHERE]
 # On one GPU, under FSDP2, under FSDP2 x TP, and under CP, in the order of the page; the other blocks are those of
 # the trainers' pages.

@@ -16,7 +16,7 @@ pytest.importorskip("datasets")
 import datasets
 import transformers
 import trl
-from helpers.pages import TRL_LINES
+from helpers.pages import TRL_EXISTING_LINES, TRL_LINES
 from helpers.ranks import run_ranks
 from tolerance import (
     FP16_NORM_RELATIVE,
@@ -203,8 +203,10 @@ def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
 
 
 def test_the_documented_lines_run(tmp_path: Path) -> None:
+    existing = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
+    exec(TRL_EXISTING_LINES, {"trainer": existing})
+    assert fuse_head(base_model(existing.model)).fused_lm_head is not None or not asks_the_model
     scope: dict[str, Any] = {
-        "trainer": make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path),
         "model": checkpoint(tmp_path / "other"),
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
         "prompts": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),

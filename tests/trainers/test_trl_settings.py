@@ -109,6 +109,11 @@ class OwnLogProbs(GSPOTrainer):
 REFUSED_EARLY: dict[str, tuple[type, dict[str, Any], str]] = {
     "another class": (transformers.TrainingArguments, {}, "args must be a GSPOConfig or GRPOConfig, got a TrainingArg"),
     "head in fp32": (GSPOConfig, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 must be False"),
+    "Liger's kernels on a CPU": (
+        GSPOConfig,
+        {"use_liger_kernel": True},
+        "use_liger_kernel must be False (on a CPU|before)",
+    ),
     "a level that the loss does not know": (
         GRPOConfig,
         {"importance_sampling_level": "sequence_token"},

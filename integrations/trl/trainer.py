@@ -34,9 +34,10 @@ from .config import (
 )
 from .logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
 from .model_forward import ModelLogProbs
-from .zero_advantage import EqualRewards, LiveAnswers, Skipping, skipping
+from .zero_advantage import EqualRewards, LiveAnswers, check_skipping
 
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
+_TEMPERATURE = "_gspo_temperature"  # the temperature of TRL 1.15 and later, which read it once
 _MODELS = "_gspo_models"  # the attribute of a trainer that holds its transformers models
 _LIVE = "_gspo_live"  # the attribute of a trainer that holds its LiveAnswers
 _USERS = "_gspo_users"  # the attribute of a model that holds its Users
@@ -118,7 +119,8 @@ class GSPOTrainer(GRPOTrainer):
             )
         _warn_of_overridden_log_probs("GSPOTrainer", type(self), stacklevel=3)
         warn_of_settings_that_never_clip(self, stacklevel=4)
-        _accelerate("GSPOTrainer", self, settings, skipping("GSPOTrainer", self, None))
+        check_skipping("GSPOTrainer", self, None)
+        _accelerate("GSPOTrainer", self, settings, None)
 
 
 def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSettings:
@@ -165,6 +167,9 @@ def accelerate_trainer(
     gspo/rows_run, the share of the answers on all ranks that ran through the model, and TRL's `entropy` is the mean
     over these answers. `restore_trainer` undoes this function.
 
+    The settings on which skipping depends are read before each batch, so callbacks may change them. The advantages stay
+    TRL's. If rounding gives groups with equal rewards an advantage other than 0, the main process prints one line.
+
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
             setting of the trainer's GSPOConfig; otherwise a budget of 0, and the default of `cache_mib`.
@@ -177,8 +182,9 @@ def accelerate_trainer(
     Raises:
         TypeError: `trainer` is not a GRPOTrainer.
         ValueError: `cast_lm_head_to_fp32` is set, so that head and hidden states have different dtypes; the budget is
-            not 0 and TRL adds an entropy bonus; before TRL 1.14, `use_liger_kernel` is set (Liger's loss reads no
-            log-probs); before TRL 1.15, a subclass overrides `_get_per_token_logps_and_entropies`.
+            not 0 and TRL adds an entropy bonus; `use_liger_kernel` is set on a CPU (Liger's kernels need a GPU) or
+            before TRL 1.14 (Liger's loss reads no log-probs); before TRL 1.15, a subclass overrides
+            `_get_per_token_logps_and_entropies`.
         ValueError: `skip_zero_advantage` is True, and skipping would change gradients, for example with `beta`.
         ValueError, TypeError: `gradient_budget`, `cache_mib` or `skip_zero_advantage` is invalid.
         HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
@@ -196,14 +202,19 @@ def accelerate_trainer(
     check_trainer(place, type(trainer), trainer.args)
     has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
     settings = backward_settings(place, trainer.args, has_bonus, gradient_budget, cache_mib)
-    skips = skipping(place, trainer, skip_zero_advantage)
+    check_skipping(place, trainer, skip_zero_advantage)
     _warn_of_overridden_log_probs(place, type(trainer), stacklevel=3)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
-    return _accelerate(place, trainer, settings, skips)
+    return _accelerate(place, trainer, settings, skip_zero_advantage)
 
 
-def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skips: Skipping) -> Trainer:
-    """Fuse the trainer's models and replace its methods. `place` is the function or class that the user called."""
+def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skips: bool | None) -> Trainer:
+    """Fuse the trainer's models and replace its methods.
+
+    Args:
+        place: the function or class that the user called, for messages.
+        skips: the argument `skip_zero_advantage`.
+    """
     models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
     fused_before = [is_fused(base) for base in models]
@@ -221,17 +232,20 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skips:
         replace_method(trainer, METHOD, _LogProbs(trainer))
     previous = vars(trainer).get(_SETTINGS)
     setattr(trainer, _SETTINGS, settings)
+    vars(trainer).setdefault(_TEMPERATURE, trainer.temperature)
     _use_settings(trainer, models)
     if previous is None:
         log_backwards(trainer)
         call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))
-        setattr(trainer, _LIVE, LiveAnswers(trainer, skips))
-        if isinstance(trainer, GSPOTrainer) and getattr(trainer.args, "zero_equal_rewards", True):
-            EqualRewards(trainer)
+        setattr(trainer, _LIVE, LiveAnswers(trainer))
+        if getattr(trainer.args, "zero_equal_rewards", True):
+            EqualRewards(trainer, zeroes=isinstance(trainer, GSPOTrainer))
     live: LiveAnswers = vars(trainer)[_LIVE]
-    if previous != settings or live.skipping != skips:
-        print_settings(place, trainer, heads[0], settings, skips.description)
-    live.skipping = skips
+    before = live.skipping
+    live.requested = skips
+    live.decide()
+    if previous != settings or live.skipping != before:
+        print_settings(place, trainer, heads[0], settings, live.skipping.description)
     return trainer
 
 
@@ -263,7 +277,7 @@ def restore_trainer(trainer: Trainer) -> Trainer:
         check.fail("trainer", "of a model without an adapter on its head", Unquoted("one, which TRL would ignore"))
     restore_methods(trainer, check)
     vars(trainer)[_LIVE].leave()
-    for name in (_SETTINGS, _LIVE, _MODELS):
+    for name in (_SETTINGS, _TEMPERATURE, _LIVE, _MODELS):
         delattr(trainer, name)
     for base in models:
         users = vars(base)[_USERS]
@@ -298,7 +312,7 @@ def _use_settings(trainer: Any, models: list[Any]) -> None:
     for model in models:
         fused = fused_head_of(model)
         if fused is not None and ASKS_THE_MODEL:
-            fused.fused_lm_head = ModelLogProbs(trainer.temperature, vars(trainer)[_SETTINGS])
+            fused.fused_lm_head = ModelLogProbs(vars(trainer)[_TEMPERATURE], vars(trainer)[_SETTINGS])
         if ASKS_THE_MODEL and (fused is None or not fused.is_outermost()):
             warn_once(
                 "accelerate_trainer: the forward of the model was replaced after the call, for example by another "

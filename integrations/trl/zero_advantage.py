@@ -54,24 +54,32 @@ class Skipping(NamedTuple):
     description: str  # for the line that the trainer prints
 
 
-def skipping(place: str, trainer: Any, requested: bool | None) -> Skipping:
-    """Decide whether answers with advantage 0 skip the model.
+def check_skipping(place: str, trainer: Any, requested: bool | None) -> None:
+    """Check the argument of `accelerate_trainer` or, if that is None, the setting of the trainer's GSPOConfig.
 
     Args:
         place: the function or class that the user called, for messages.
-        requested: None means the setting of the trainer's GSPOConfig or, if that is None too, wherever it is exact.
 
     Raises:
         TypeError: the setting is not a bool or None.
         ValueError: it is True, and skipping would not be exact. The message names the reason.
     """
     check = Checks(place)
-    wanted = getattr(trainer.args, "skip_zero_advantage", None) if requested is None else requested
+    wanted = _wanted(trainer, requested)
     if wanted is not None:
         check.boolean("skip_zero_advantage", wanted)
-    reason = _inexact_setting(trainer) or interaction_of_rows(trainer.model)
-    if wanted and reason:
+    if wanted and (reason := _inexact_setting(trainer)):
         check.fail("skip_zero_advantage", f"None or False with {reason}, where skipping would not be exact", True)
+
+
+def skipping(trainer: Any, requested: bool | None) -> Skipping:
+    """Decide by the present settings of trainer and model, which callbacks may change, what skips the model.
+
+    Args:
+        requested: None means the setting of the trainer's GSPOConfig or, if that is None too, wherever it is exact.
+    """
+    wanted = _wanted(trainer, requested)
+    reason = _inexact_setting(trainer)
     if reason or wanted is False:
         description = f"skip_zero_advantage=False{f' ({reason})' if wanted is None else ''}"
         return Skipping(False, False, False, description)
@@ -80,8 +88,12 @@ def skipping(place: str, trainer: Any, requested: bool | None) -> Skipping:
     return Skipping(True, not length, not order, f"skip_zero_advantage=True{f' ({kept})' if kept else ''}")
 
 
+def _wanted(trainer: Any, requested: bool | None) -> bool | None:
+    return getattr(trainer.args, "skip_zero_advantage", None) if requested is None else requested
+
+
 def _inexact_setting(trainer: Any) -> str | None:
-    """Name a setting that gives answers with advantage 0 a gradient, or changes other gradients if they do not run."""
+    """Name what gives answers with advantage 0 a gradient, or changes other gradients if these answers do not run."""
     args = trainer.args
     names = (_COMPUTE_LOSS, "compute_loss", METHOD)
     overrides = [name for name in names if method_before(trainer, name) is not getattr(GRPOTrainer, name)]
@@ -96,7 +108,7 @@ def _inexact_setting(trainer: Any) -> str | None:
         "fp8": trainer.accelerator.mixed_precision == "fp8",  # the scale of a tensor depends on all rows
         "a processor of images": isinstance(trainer.processing_class, ProcessorMixin),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    return next((reason for reason, applies in reasons.items() if applies), interaction_of_rows(trainer.model))
 
 
 def _dependence_on_length(trainer: Any) -> str | None:
@@ -167,6 +179,8 @@ class _Steps(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.number = self.trainer._step
 
+    on_step_end = on_step_begin  # transformers omits on_step_begin after a change of gradient_accumulation_steps
+
 
 class LiveAnswers:
     """Runs a trainer's model on the answers that have a gradient, and computes old log-probs where they are needed.
@@ -176,10 +190,11 @@ class LiveAnswers:
     computed just before that step, by the same calls of the model as in training: same rows, same width.
     """
 
-    def __init__(self, trainer: Any, skipping: Skipping) -> None:
-        """Replace methods of the trainer until `restore_trainer`. The attribute `skipping` may be changed later."""
+    def __init__(self, trainer: Any) -> None:
+        """Replace methods of the trainer until `restore_trainer`, after a call of `decide`."""
         self.trainer = trainer
-        self.skipping = skipping
+        self.requested: bool | None = None
+        self.skipping = Skipping(False, False, False, "")
         self.returns_aux_loss = "compute_aux_loss" in inspect.signature(getattr(GRPOTrainer, METHOD)).parameters
         self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
         self._log_probs: Tensor | None = None  # the latest, [B, C]
@@ -201,9 +216,12 @@ class LiveAnswers:
             self._replaced[name] = getattr(trainer, name)
             replace_method(trainer, name, ours)
 
+    def decide(self) -> None:
+        """Read all settings on which skipping, cropping and moving depend. Each batch keeps the answer."""
+        self.skipping = skipping(self.trainer, self.requested)
+
     def _skips(self) -> bool:
-        """True if answers skip the model now. A callback may have changed a setting, such as beta."""
-        return self.skipping.is_on and self.trainer.model.training and _inexact_setting(self.trainer) is None
+        return self.skipping.is_on and self.trainer.model.training
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         skips = self._skips()
@@ -304,6 +322,7 @@ class LiveAnswers:
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         trainer = self.trainer
         previous = trainer._buffered_inputs
+        self.decide()
         inputs = self._replaced[_PREPARE](generation_batch)
         if not trainer.model.training:
             return inputs
@@ -311,8 +330,10 @@ class LiveAnswers:
             self._orders = []
             has_moved = self._move_live_rows()
             self._forget_old_log_probs(has_moved)
-        elif self._orders and not self._steps_are_aligned():
-            self._move_rows_back()
+        elif self._orders and trainer._step == self._steps.number:
+            size = len(trainer._buffered_inputs) // len(self._orders)
+            if not (self.skipping.moves and self._steps_consist_of(size)):
+                self._move_rows_back()
         inputs = trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
         if self._is_deferred and trainer.accelerator.sync_gradients:
             for batch in trainer._buffered_inputs:
@@ -327,9 +348,9 @@ class LiveAnswers:
             True if rows have moved to other ranks.
         """
         trainer, args = self.trainer, self.trainer.args
-        if not (self.skipping.moves and self._skips() and self._steps_are_aligned()):
-            return False
         per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        if not (self.skipping.moves and self._steps_consist_of(per_update)):
+            return False
         live = torch.stack([live_rows(batch, trainer.loss_type) for batch in trainer._buffered_inputs])[None]
         shares = False
         if trainer.accelerator.num_processes > 1 and self._can_share():
@@ -413,13 +434,13 @@ class LiveAnswers:
             joined = padded.to(joined.dtype)  # accelerate makes int64 of bool if it pads
         return accelerator.gather(joined)[order[accelerator.process_index]]
 
-    def _steps_are_aligned(self) -> bool:
-        """True if the optimizer step began at a micro-batch whose number is a multiple of gradient_accumulation_steps.
+    def _steps_consist_of(self, size: int) -> bool:
+        """True if an optimizer step is made of groups of `size` batches of the rollout, within which rows may move.
 
-        Rows may move only then, because otherwise they would move to another step. Steps begin elsewhere after
-        training was interrupted within a step, or after an epoch that ended within one.
+        Steps begin elsewhere after training was interrupted within a step, or have another length after a callback has
+        changed gradient_accumulation_steps.
         """
-        return self._steps.number % self.trainer.args.gradient_accumulation_steps == 0
+        return self._steps.number % size == 0 and self.trainer.args.gradient_accumulation_steps % size == 0
 
     def _old_log_probs(self, batch: Mapping[str, Any]) -> Tensor:
         """Compute the log-probs [B, C] of a batch with the present weights."""
@@ -446,15 +467,16 @@ class LiveAnswers:
 
 
 class EqualRewards:
-    """Sets the advantages of groups with bitwise equal rewards to exactly 0.
+    """Sets the advantages of groups with bitwise equal rewards to exactly 0, or only says once that they are not 0.
 
     TRL rounds the mean of a group. Eight rewards of 0.7 get an advantage of 6e-4, and AdamW moves the weights by such
     advantages as fast as by any others.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, zeroes: bool) -> None:
         """Replace methods of the trainer until `restore_trainer`."""
         self.trainer = trainer
+        self.zeroes = zeroes
         self._rewards = torch.empty(0)  # [answers of all ranks, functions]
         self._is_announced = False
         self._calculate, self._generate = trainer._calculate_rewards, getattr(trainer, _GENERATE)
@@ -472,25 +494,32 @@ class EqualRewards:
         trainer = self.trainer
         mode = "train" if trainer.model.training else "eval"
         equal = self._equal(trainer.num_generations if mode == "train" else trainer.num_generations_eval)
-        first = trainer.accelerator.process_index * len(output["advantages"])
-        local = equal[first : first + len(output["advantages"])]
-        output["advantages"] = output["advantages"].masked_fill(local, 0)
-        logged, largest = trainer._logs["advantages"], 0.0
-        for i, is_equal in enumerate(reversed(equal.tolist()[-len(logged) :]), 1):
-            if is_equal:
-                largest = max(largest, abs(logged[-i]))
-                logged[-i] = 0.0
-        if trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize":
-            shares = trainer._metrics[mode]["frac_reward_zero_std"]
-            shares[-1] = max(shares[-1], equal.float().mean().item())
+        logged = trainer._logs["advantages"]
+        latest = equal.tolist()[-len(logged) :]  # TRL keeps as many advantages as a rollout has
+        places = [i for i, is_equal in enumerate(latest, -len(latest)) if is_equal]
+        largest = max((abs(logged[i]) for i in places), default=0.0)
+        if self.zeroes:
+            first = trainer.accelerator.process_index * len(output["advantages"])
+            local = equal[first : first + len(output["advantages"])]
+            output["advantages"] = output["advantages"].masked_fill(local, 0)
+            for i in places:
+                logged[i] = 0.0
+            if trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize":
+                shares = trainer._metrics[mode]["frac_reward_zero_std"]
+                shares[-1] = max(shares[-1], equal.float().mean().item())
         if largest and not self._is_announced and trainer.accelerator.is_main_process:
             self._is_announced = True
-            print(
-                "gspo_kernels: groups with equal rewards had advantages from rounding, up to "
-                f"{largest:.1e}. They are set to 0, unless GSPOConfig(zero_equal_rewards=False) keeps them",
-                flush=True,
-            )
+            print(f"gspo_kernels: {self._announcement(largest)}", flush=True)
         return output
+
+    def _announcement(self, largest: float) -> str:
+        noise = f"groups with equal rewards had advantages from rounding, up to {largest:.1e}."
+        if self.zeroes:
+            return f"{noise} They are set to 0, unless GSPOConfig(zero_equal_rewards=False) keeps them"
+        return (
+            f"{noise} frac_reward_zero_std does not count these groups, they run through the model, and their noise "
+            "moves the weights. GSPOTrainer sets such advantages to 0; accelerate_trainer keeps TRL's"
+        )
 
     def _equal(self, group: int) -> Tensor:
         """Find the answers whose groups have equal rewards. Returns bool [answers of all ranks]."""

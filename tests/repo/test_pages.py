@@ -44,7 +44,7 @@ BLOCKS = {
     "guides/truncated_sampling.md": ["math/test_kept_sets.py::test_the_guides_code_runs"] * 4,
     "guides/several_gpus.md": [*["example"] * 6, "integrations/test_trainer_ranks.py"],
     "how_it_works.md": ["math/test_recipes.py::test_the_idea_in_plain_pytorch"],
-    "index.md": ["install", "copy", "run"],
+    "index.md": ["install", "copy", "copy", "run"],
     "integrations.md": ["integrations/test_seams.py", "trainers/test_checkouts.py"],
     "scale.md": [
         "distributed/test_sharded.py",
@@ -65,7 +65,7 @@ BLOCKS = {
     "trainers/prime_rl.md": ["integrations/test_seams.py"] * 2,
     "trainers/roll_stateset.md": ["integrations/test_seams.py"],
     "trainers/skyrl.md": ["trainers/test_checkouts.py"],
-    "trainers/trl.md": ["trainers/test_trl.py"],
+    "trainers/trl.md": ["trainers/test_trl.py"] * 2,
     "trainers/verl.md": [
         "trainers/test_verl_main_ppo.py",
         "trainers/test_verl_budget.py",

@@ -6,7 +6,9 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer, rep
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
+import accelerate
 import datasets
 import transformers
 import trl
@@ -183,19 +186,20 @@ def test_training_equals_stock_trl(name: str, tmp_path: Path) -> None:
 
 
 class DeadGroups:
-    """A reward: 0, 1, 2, 3 for the answers of a group, and 1 for all answers of some groups.
+    """A reward: 0, 1, 2, 3 for the answers of a group, and `equal` for all answers of some groups.
 
     `dead` has these groups for each rollout in turn.
     """
 
     __name__ = "reward"
 
-    def __init__(self, *dead: tuple[int, ...]) -> None:
+    def __init__(self, *dead: tuple[int, ...], equal: float = 1.0) -> None:
         self.dead = itertools.cycle(dead)
+        self.equal = equal
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         dead = next(self.dead)
-        return [1.0 if i // 4 in dead else float(i % 4) for i in range(len(completions))]
+        return [self.equal if i // 4 in dead else float(i % 4) for i in range(len(completions))]
 
 
 # Two rollouts of 16 answers, with two updates each. The ratios of the second update are not 1.
@@ -290,17 +294,57 @@ def stop() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("restores", [False, True])
-def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(restores: bool, tmp_path: Path) -> None:
-    """`restores`: stock TRL goes on with the rollout."""
+class AtStepEnd(AtSubstep):
+    """Calls a function after `count` optimizer steps."""
+
+    on_step_end = AtSubstep.on_substep_end
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+# A callback, after how many steps it changes a setting, and the setting's name and value. Rollouts have two steps.
+CHANGES: list[tuple[type[AtSubstep], int, str, Any]] = [
+    (AtStepEnd, 1, "loss_type", "bnpo"),
+    (AtStepEnd, 1, "top_entropy_quantile", 0.5),
+    (AtStepEnd, 1, "args.gradient_accumulation_steps", 2),
+    (AtStepEnd, 1, "temperature", 0.5),
+    (AtSubstep, 1, "args.skip_zero_advantage", False),
+    (AtStepEnd, 2, "num_iterations", 1),  # the second rollout has no old log-probs
+]
+
+
+@pytest.mark.parametrize(("kind", "count", "name", "value"), CHANGES, ids=[name for _, _, name, _ in CHANGES])
+def test_a_setting_that_a_callback_changes_acts_as_in_stock_trl(
+    kind: type[AtSubstep], count: int, name: str, value: Any, tmp_path: Path
+) -> None:
+    weights = []
+    for ours in (False, True):
+        trainer = trainer_of(tmp_path, Prompts(0.5), **FOUR_MICRO_BATCHES)
+        if ours:
+            accelerate_trainer(trainer)
+        owner = trainer.args if "." in name else trainer
+        trainer.add_callback(kind(partial(setattr, owner, name.removeprefix("args."), value), count))
+        trainer.train()
+        assert trainer.state.global_step == 4
+        weights.append(whole(trainer.model.parameters()))
+    torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+@pytest.mark.parametrize(("stops_after", "restores"), [(1, False), (5, False), (2, True)])
+def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(
+    stops_after: int, restores: bool, tmp_path: Path
+) -> None:
+    """`stops_after`: 5 is in the first optimizer step of the second rollout. `restores`: stock TRL goes on with it.
+
+    Before the first optimizer step, `restore_trainer` drops a rollout that has no old log-probs.
+    """
     weights = []
     for ours in (False, True):
         options = {"gradient_accumulation_steps": 2, "steps_per_generation": 8, "max_steps": 6, "max_grad_norm": 1e9}
         trainer = trainer_of(tmp_path, DeadGroups((0, 2, 4, 6)), **options)
         if ours:
             accelerate_trainer(trainer, skip_zero_advantage=True)
-        # Before the first optimizer step, `restore_trainer` drops a rollout that has no old log-probs.
-        trainer.add_callback(AtSubstep(stop, 2 if restores else 1))
+        trainer.add_callback(AtSubstep(stop, stops_after))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         if ours and restores:
@@ -324,25 +368,46 @@ def test_old_log_probs_are_not_computed_with_the_weights_of_an_older_checkpoint(
         assert (trainer._buffered_inputs is rollout) == is_kept
 
 
-def test_log_probs_of_a_rollout_func_are_computed(tmp_path: Path) -> None:
-    """A rollout_func may compute log-probs with the trainer, before TRL computes the old ones."""
+@pytest.mark.parametrize("corrects", [False, True])
+def test_log_probs_of_a_rollout_func_are_computed(corrects: bool, tmp_path: Path) -> None:
+    """A rollout_func may compute log-probs with the trainer, before TRL computes the old ones.
+
+    `corrects`: TRL compares them with its old log-probs at once, as for a rollout of vLLM. Those of the sampler are 0.1
+    too high. The first optimizer step does not use the old ones, so that its ratios are exactly 1.
+    """
     weights = []
     for ours in (False, True):
         generator = torch.Generator().manual_seed(0)
         found: list[Tensor] = []
+        has_old: list[bool] = []
 
         def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
             ids = torch.randint(2, 10, (len(prompts), 5), generator=generator)  # noqa: B023 - called in this round
             found.append(getattr(trainer, METHOD)(trainer.model, ids, torch.ones_like(ids), 3)[0].detach())  # noqa: B023
             answers = {"prompt_ids": ids[:, :2].tolist(), "completion_ids": ids[:, 2:].tolist()}
-            return answers | {"logprobs": found[-1].tolist()}  # noqa: B023
+            return answers | {"logprobs": (found[-1] + 0.1).tolist()}  # noqa: B023
 
         trainer = trainer_of(tmp_path, DeadGroups((0, 2)), num_iterations=2, max_steps=4)
         trainer.rollout_func = rollout
+        if corrects:
+            trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+            trainer.vllm_generation, trainer._last_loaded_step = SimpleNamespace(sync_weights=lambda: None), -1
         if ours:
             accelerate_trainer(trainer, skip_zero_advantage=True)
+        loss = trainer._compute_loss
+
+        def compute_loss(model: Any, inputs: Any) -> Any:
+            has_old.append("old_per_token_logps" in inputs)  # noqa: B023
+            return loss(model, inputs)  # noqa: B023
+
+        trainer._compute_loss = compute_loss
         trainer.train()
         assert found and all((log_probs < 0).all() for log_probs in found)
+        assert has_old == [not ours] * 2 + [True] * 6
+        if corrects:
+            ratios = torch.stack([batch["importance_sampling_ratio"] for batch in trainer._buffered_inputs])
+            expected = torch.full((4, 4, 3), math.exp(-0.1))
+            torch.testing.assert_close(ratios, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
         weights.append(whole(trainer.model.parameters()))
     torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
@@ -357,6 +422,16 @@ def test_an_evaluation_within_an_optimizer_step_keeps_old_log_probs(tmp_path: Pa
     torch.testing.assert_close(runs[1], runs[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
+def test_ranks_that_must_have_equal_rows_share_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.5)))
+    trainer._buffered_inputs = [{"prompt_ids": torch.ones(2, 3), "advantages": torch.ones(2)}]
+    assert trainer._gspo_live._can_share()
+    for kind in ("tp", "cp", "sp"):
+        sizes = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1, f"{kind}_size": 2})
+        monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", sizes)
+        assert not trainer._gspo_live._can_share()
+
+
 def shard(trainer: Any) -> None:
     """Make accelerate shard the model by FSDP2. On CPUs, it ignores the configuration, and replicates the model."""
     state = trainer.accelerator.state
@@ -368,6 +443,7 @@ def shard(trainer: Any) -> None:
 
 
 RANK_DEAD = (((0,), (2,)), ((0, 1, 3), (0, 1, 2, 3)))  # for each rollout. In the second, all answers of rank 1 are dead
+EQUAL_DEAD = (((), (0, 1)), ((0, 1, 2, 3), (0, 1, 2, 3)))  # TRL's groups have eight answers here
 PROMPTS = [{"prompt": "ab" + "c" * (i % 13)} for i in range(64)]  # of 2 to 14 tokens, so ranks have different padding
 
 
@@ -409,7 +485,11 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
         options["deepspeed"] = ZERO3
     for kind, of_kind in runs.items():
         for ours in (False, True):
-            trainer = trainer_of(folder / str(rank), DeadGroups(*RANK_DEAD[rank]), **options)
+            made: dict[str, Any] = {"reward": DeadGroups(*RANK_DEAD[rank])}
+            if kind == "equal rewards":  # which GSPOTrainer makes exact
+                reward = DeadGroups(*EQUAL_DEAD[rank], equal=0.7 if ours else 1.0)
+                made = {"reward": reward, "kind": GSPOTrainer if ours else GRPOTrainer, "num_generations": 8}
+            trainer = trainer_of(folder / str(rank), **made, **options)
             trainer.train_dataset = datasets.Dataset.from_list(PROMPTS)
             if kind == "fsdp2":
                 shard(trainer)
@@ -417,7 +497,7 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
                 if kind == "old log-probs":  # TRL computes them with the rollout, as for vLLM's correction
                     patch.setattr(LiveAnswers, "_can_defer", lambda self: False)
                 of_kind.append(updates(trainer, ours))
-            if ours:
+            if ours and kind != "equal rewards":
                 check_moves(trainer, rank)
             parameters = list(trainer.model.parameters())
             assert any(isinstance(p, DTensor) for p in parameters) == (kind == "fsdp2")
@@ -426,7 +506,7 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("ddp", "fsdp2", "old log-probs"), ("zero3",)], ids="-".join)
+@pytest.mark.parametrize("kinds", [("ddp", "fsdp2", "old log-probs", "equal rewards"), ("zero3",)], ids="-".join)
 def test_ranks_share_live_answers(kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "zero3" in kinds:
         pytest.importorskip("deepspeed")
@@ -437,7 +517,8 @@ def test_ranks_share_live_answers(kinds: tuple[str, ...], tmp_path: Path, monkey
     for kind in kinds:
         assert runs[0][kind][0]["widths"] != runs[1][kind][0]["widths"]
         for stock, ours in (run[kind] for run in runs):
-            assert ours["rows"] == [[1, 1, 4, 4]] * 2 + [[1, 1, 2, 4]] * 2, kind
+            last = [1, 1, 1, 4] if kind == "equal rewards" else [1, 1, 2, 4]
+            assert ours["rows"] == [[1, 1, 4, 4]] * 2 + [last] * 2, kind
             same_updates(ours, stock, has_gradients=kind != "zero3")
 
 
@@ -507,24 +588,6 @@ def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
             assert torch.equal(trainer._gspo_live._old_log_probs(after | {"old_per_token_logps": old}), old)
 
 
-def test_ratios_of_the_first_step_are_1_if_trl_has_computed_old_log_probs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for vLLM's correction, where TRL computes them for all answers, with their padding."""
-    monkeypatch.setattr(LiveAnswers, "_can_defer", lambda self: False)
-    trainer = trainer_of(tmp_path, Prompts(0.5), gradient_accumulation_steps=2, num_iterations=2, max_steps=4)
-    accelerate_trainer(trainer)
-    seen, loss = [], trainer._compute_loss
-
-    def compute_loss(model: Any, inputs: Any) -> Any:
-        seen.append("old_per_token_logps" in inputs)
-        return loss(model, inputs)
-
-    trainer._compute_loss = compute_loss
-    trainer.train()
-    assert seen == [False, False, *[True] * 6]
-
-
 @pytest.mark.parametrize("dead", [1, 2])
 def test_old_log_probs_far_below_the_new_ones_make_no_nan(dead: int, tmp_path: Path) -> None:
     trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.0), importance_sampling_level="token"))
@@ -580,7 +643,7 @@ def test_settings_that_make_skipping_inexact_are_named(
             for part in path.split("."):
                 owner = getattr(owner, part) if part else owner
             patch.setattr(owner, name, value, raising=False)
-            assert skipping("here", trainer, None).description.startswith(f"skip_zero_advantage=False ({reason}")
+            assert skipping(trainer, None).description.startswith(f"skip_zero_advantage=False ({reason}")
             with pytest.raises(ValueError, match=r"^accelerate_trainer: skip_zero_advantage must be .*") as error:
                 accelerate_trainer(trainer, skip_zero_advantage=True)
             assert reason in str(error.value) and not hasattr(trainer, "_gspo_live")
@@ -592,7 +655,7 @@ def test_settings_that_make_skipping_inexact_are_named(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(trainer, name, value)
-            is_on, crops, moves, text = skipping("here", trainer, True)
+            is_on, crops, moves, text = skipping(trainer, True)
             assert is_on and crops and not moves and text == f"skip_zero_advantage=True (order kept: {reason})"
     accelerate_trainer(trainer, skip_zero_advantage=False)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=False\n")
@@ -602,15 +665,11 @@ def test_settings_that_make_skipping_inexact_are_named(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
-            is_on, crops, moves, text = skipping("here", trainer, True)
+            is_on, crops, moves, text = skipping(trainer, True)
             assert is_on and not crops and moves
             assert text == f"skip_zero_advantage=True (padding kept: {reason})"
     accelerate_trainer(trainer)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=True\n")
-    trainer.model.train()
-    assert trainer._gspo_live._skips()
-    trainer.beta = 0.1  # a callback may do this
-    assert not trainer._gspo_live._skips()
 
 
 def test_a_rollout_without_old_log_probs_is_not_left_to_stock_trl(tmp_path: Path) -> None:
@@ -630,23 +689,62 @@ def equal_rewards(prompts: list[str], **_: Any) -> list[float]:
     return [0.7] * len(prompts)
 
 
-@pytest.mark.parametrize("zeroed", [True, False])
+# A trainer, whether it sets advantages of equal rewards to 0, and what it prints about them.
+EQUAL: dict[str, tuple[Any, bool, str]] = {
+    "GSPOTrainer": (GSPOTrainer, True, "They are set to 0, unless GSPOConfig(zero_equal_rewards=False) keeps them"),
+    "GSPOTrainer, TRL's advantages": (GSPOTrainer, False, ""),
+    "accelerate_trainer": (GRPOTrainer, True, "frac_reward_zero_std does not count these groups"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
 def test_equal_rewards_move_weights_in_stock_trl_only(
-    zeroed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"config": GSPOConfig, "zero_equal_rewards": zeroed, "num_generations": 8, "weight_decay": 0.0}
-    trainer = trainer_of(tmp_path, equal_rewards, GSPOTrainer, **options)
+    kind, zeroes, text = EQUAL[name]
+    options = {"config": GSPOConfig, "zero_equal_rewards": zeroes, "num_generations": 8, "weight_decay": 0.0}
+    trainer = accelerate_trainer(trainer_of(tmp_path, equal_rewards, kind, **options))
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     moved = max((a - b).abs().max().item() for a, b in zip(trainer.model.parameters(), before, strict=True))
-    announced = "groups with equal rewards had advantages from rounding, up to" in capsys.readouterr().out
-    assert announced == zeroed
-    if zeroed:
-        assert steps_of(trainer)[0]["frac_reward_zero_std"] == 1
+    printed = capsys.readouterr().out
+    assert printed.count("groups with equal rewards had advantages from rounding, up to ") == bool(text)
+    assert text in printed
+    rows = {log["gspo/rows_run"] for log in steps_of(trainer)}
+    shares = {log["frac_reward_zero_std"] for log in steps_of(trainer) if "frac_reward_zero_std" in log}
+    if kind is GSPOTrainer and zeroes:
         assert moved == 0 and set(trainer._logs["advantages"]) == {0.0}
-        assert all(log["gspo/rows_run"] == 0 for log in steps_of(trainer))
+        assert (rows, shares) == ({0}, {1})
     else:
         assert moved > 1e-3 and min(map(abs, trainer._logs["advantages"])) > 1e-5
+        assert (rows, shares) == ({1}, {0})
+
+
+@pytest.mark.parametrize(
+    ("training", "scale", "share"), [(True, "group", 0.5), (True, "batch", 0.0), (False, "group", 0.75)]
+)
+def test_equal_groups_get_advantage_0_on_every_rank(
+    training: bool, scale: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks have eight answers each, in groups of four, and of two in evaluation."""
+    trainer = trainer_of(tmp_path, equal_rewards, GSPOTrainer, scale_rewards=scale, num_generations_eval=2)
+    rewards, metrics = trainer._calculate_rewards.__self__, trainer._metrics["train" if training else "eval"]
+    trainer.model.train(training)
+    rewards._rewards = torch.tensor([0.7] * 4 + [0, 0, 2, 3] * 2 + [0.7] * 4)[:, None]
+
+    def generate(inputs: Any) -> dict[str, Tensor]:
+        metrics["frac_reward_zero_std"].append(0.0)
+        trainer._logs["advantages"].extend([1.0] * 16)
+        return {"advantages": torch.ones(8)}
+
+    monkeypatch.setattr(rewards, "_generate", generate)
+    expected = [0, 0, 0, 0, 1, 1, 1, 1] if training else [0, 0, 0, 0, 0, 0, 1, 1]
+    expected += expected[4:] + expected[:4]
+    for rank in range(2):
+        monkeypatch.setattr(accelerate.Accelerator, "process_index", rank)
+        local = rewards._generate_and_score(None)["advantages"]
+        assert local.tolist() == expected[8 * rank :][:8]
+        assert list(trainer._logs["advantages"]) == expected and metrics["frac_reward_zero_std"][-1] == share
 
 
 class OwnAdvantages(GSPOTrainer):

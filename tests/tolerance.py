@@ -128,8 +128,6 @@ PARAMETER_ABSOLUTE = 1e-6
 # Logits of a trained model and of its saved copy, and of a model with an adapter and of the merged model.
 SAVED_LOGIT_ABSOLUTE = 1e-4
 MERGED_LOGIT_ABSOLUTE = 1e-3
-# fp32 sums of weights below 1 and an adapter's product, compared with float64. Half precision then rounds them once.
-MERGED_WEIGHT_ABSOLUTE = 2e-7
 
 # fp32 log-probs over kept sets and of extra ids, compared with a formula or with another trainer's.
 KEPT_VALUE_RELATIVE, KEPT_VALUE_ABSOLUTE = 1e-5, 1e-6

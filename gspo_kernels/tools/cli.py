@@ -163,10 +163,18 @@ def export(
     base: Annotated[
         str | None, typer.Option(help="Folder or hub id of an adapter's base model, if it is no longer where it was.")
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16. (default: float32 for a merged adapter, otherwise as saved)"),
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the LoRA adapter itself, for PEFT and vLLM's --lora-modules.")
+    ] = False,
 ) -> None:
     """Write a run's model as a folder that transformers and vLLM load.
 
-    The folder has weights, tokenizer, generation config and a model card. A LoRA adapter is merged into its base.
+    The folder has weights, tokenizer, generation config and a model card. A LoRA adapter is merged into its base in
+    fp32.
     """
     try:
         from gspo_kernels.integrations import reference_trainer as trainer
@@ -176,10 +184,9 @@ def export(
 
     disable_progress_bar()
     try:
-        trainer.export(run, out, seed, base)
+        trainer.export(run, out, seed, base, dtype, adapter, typer.echo)
     except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
         fail(error)
-    typer.echo(f"model: {out}; its model card: {out / 'README.md'}")
 
 
 def _only_with(required: str, present: bool, options: dict[str, object]) -> None:

@@ -19,7 +19,7 @@ from .config import InputError, TrainConfig
 from .config_file import TYPES, convert, key_values, train_config
 from .data import Reward, components_of, load_reward, read_examples
 from .held_out import Estimate, check_failures, collect, columns, estimate, pass_at_k, rewards_by_prompt
-from .loading import load_policy, pick_device, set_seed
+from .loading import ADAPTER, load_policy, pick_device, set_seed
 from .policy import Policy
 from .report import HELD_OUT, model_of_run
 from .resuming import read_run
@@ -151,6 +151,10 @@ def evaluation_of_run(
     options = replace(options, seed=then["seeds"][0] if options.seed is None else options.seed)
     model = model_of_run(folder, then["seeds"], options.seed)
     shared = {name: then[name] for name in SHARED if name in then and name not in ("data", "eval_prompts")}
+    if (model / ADAPTER).is_file():
+        shared |= {name: then[name] for name in ("lora_rank", "quantization") if name in then}
+    elif then.get("lora_rank"):
+        shared["precision"] = "fp32"  # merged with a base that was only in memory: 16 bits would lose the change
     from_python = record.get("from_python", [])
     has_task = not then.get("data") and "task" not in from_python and "data" not in given
     shared["task"] = (then.get("task") or "sorting") if has_task else ""
@@ -214,7 +218,7 @@ def evaluate(
     if config.threads:
         torch.set_num_threads(config.threads)
     set_seed(evaluation.seed)
-    policy = load_policy(str(config.model), config)
+    policy = load_policy(str(config.model), config, merge=False)  # merged, it would be rounded to the precision
     policy.model.to(pick_device(config.device))
     task, left_out = fitting(config, policy, evaluation.task)
     if left_out:

@@ -4,41 +4,55 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-from gspo_kernels.extras import needs
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .checkpoints import check_form, replacing
-from .config import InputError
+from .config import InputError, TrainConfig
 from .held_out import held_out_results, sentence
-from .loading import load_merged, located
+from .loading import ADAPTER, load_adapter, located, weight_dtype
+from .policy import MERGE_LOSS, merged, rounded_away
 from .report import MODEL_STATE, model_of_run, read_rows
 from .resuming import read_run, versions
 
 # Options that the card leaves out: what it says elsewhere, and what concerns one machine or the printed output.
 UNSAID = "name output seeds model task data eval_data reward device threads save samples report_to warn_after"
 UNSAID += " wandb_project wandb_entity wandb_tags checkpoint_every"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def export(run: str | Path, out: str | Path, seed: int | None = None, base: str | None = None) -> Path:
+def export(
+    run: str | Path,
+    out: str | Path,
+    seed: int | None = None,
+    base: str | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
+    say: Callable[[str], None] = print,
+) -> Path:
     """Write the model of a run to the folder `out`: weights, tokenizer, generation config and README.md, a model card.
 
-    A LoRA adapter is merged into its base in fp32; the weights get the dtype of the base. Another model is copied. The
-    folder `out` appears only when it is complete.
+    A LoRA adapter is merged in fp32 into its base, which has the weights that it had in training. Another model is
+    copied. The folder `out` appears only when it is complete.
 
     Args:
         run: the folder of the run.
         out: a folder that does not exist yet, or is empty.
         seed: whose model; None: the run's first seed.
         base: folder or hub id of the adapter's base, if it is no longer where it was trained.
+        dtype: float32, bfloat16 or float16, to which weights are rounded; None: float32 for a merged adapter, otherwise
+            the model's own. Rounding a merged adapter to 16 bits may lose most of its change.
+        adapter: write the adapter itself, in PEFT's format, instead of merging it.
+        say: prints a line with the size, and one if rounding loses more than `MERGE_LOSS` of the change.
 
     Raises:
-        InputError: there is no such run, seed, model or base, or `out` has files.
+        InputError: there is no such run, seed, model or base, an option does not apply, or `out` has files.
         WriteError: the system refuses to write.
     """
     run, out = Path(run), Path(out).expanduser()
@@ -49,19 +63,55 @@ def export(run: str | Path, out: str | Path, seed: int | None = None, base: str 
     check_free(out)
     if run.resolve() in out.resolve().parents and model.name in out.resolve().parts:
         raise InputError(f"OUT: expected a folder outside {model}, got {out}")
-    is_adapter = (model / "adapter_config.json").is_file()
+    is_adapter = (model / ADAPTER).is_file()
     if base is not None and not is_adapter:
         raise InputError(f"--base: expected none, because {model} is not an adapter, got {base}")
+    if dtype not in (None, *DTYPES):
+        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if adapter and dtype is not None:
+        raise InputError(f"--dtype: expected none with --adapter, which copies the adapter, got {dtype!r}")
+    if adapter and not is_adapter:
+        in_memory = "its base was only in memory, so the run saved the merged model"
+        reason = in_memory if options.get("lora_rank") else "the run trained all weights (lora_rank=0)"
+        raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is none: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)
+    merge_loss = 0.0
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as partial:
-        if is_adapter:
-            save_merged(model, tokenizer, base, partial)
-        else:
+        if adapter or (dtype is None and not is_adapter):
             shutil.copytree(model, partial, ignore=shutil.ignore_patterns(MODEL_STATE))
-        save_generation_config(partial, tokenizer)
-        card(run, options, record, model, out.name).save(partial / "README.md")
+        else:
+            target = getattr(torch, dtype or "float32")
+            if is_adapter:
+                trained_in = TrainConfig(precision=options["precision"], parallel=options["parallel"])
+                adapted = load_adapter(str(model), tokenizer, {"dtype": weight_dtype(trained_in)}, base)
+                written, merge_loss = merged(adapted, target)
+            else:
+                written = AutoModelForCausalLM.from_pretrained(model, dtype=target)
+            written.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+        if adapter:
+            settings = json.loads((partial / ADAPTER).read_text(encoding="utf-8"))
+            settings |= {"base_model_name_or_path": located(base)[0]} if base else {}
+            (partial / ADAPTER).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+            usage = usage_of_adapter(out.name, settings)
+        else:
+            save_generation_config(partial, tokenizer)
+            usage = usage_of_model(out.name, dtype_of(partial), options if is_adapter else {}, merge_loss)
+        library = "peft" if adapter else "transformers"
+        card(run, options, record, model, usage, library).save(partial / "README.md")
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
+    kind = "adapter" if adapter else "model"
+    say(f"{kind}: {out}, {size:.3g} GB in {dtype_of(out)}; its model card: {out / 'README.md'}")
+    if merge_loss > MERGE_LOSS:
+        say(f"--dtype {dtype}: {rounded_away(merge_loss, dtype)}; --dtype float32 or --adapter keeps the change")
     return out
+
+
+def dtype_of(folder: Path) -> str:
+    """The dtype of the first weight in a folder, such as float32."""
+    with safe_open(min(folder.glob("*.safetensors")), "pt") as file:
+        return str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch.")
 
 
 def check_free(out: Path) -> None:
@@ -73,17 +123,6 @@ def check_free(out: Path) -> None:
     for suffix in ("partial", "replaced"):  # of `replacing`
         if (left := out.with_name(f"{out.name}.{suffix}")).exists():
             raise InputError(f"OUT: expected no {left}, which an interrupted export may have left: remove it")
-
-
-def save_merged(adapter: Path, tokenizer: Any, base: str | None, folder: Path) -> None:
-    """Merge an adapter into its base, and save model and tokenizer."""
-    with needs(f"model {adapter}, a LoRA adapter,", "lora", "peft"):
-        from peft import PeftConfig
-    model = load_merged(str(adapter), tokenizer, {"dtype": torch.float32}, base)
-    named = base or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
-    dtype = AutoConfig.from_pretrained(located(str(named))[0]).dtype or torch.float32
-    model.to(dtype).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def save_generation_config(folder: Path, tokenizer: Any) -> None:
@@ -100,8 +139,56 @@ def save_generation_config(folder: Path, tokenizer: Any) -> None:
     config.save_pretrained(folder)
 
 
-def card(run: Path, options: dict[str, Any], record: dict[str, Any], model: Path, folder: str) -> ModelCard:
-    """Make the model card: data, rewards, held-out result, settings and versions. It names files, not their folders."""
+def usage_of_model(name: str, dtype: str, of_adapter: dict[str, Any], merge_loss: float) -> str:
+    """How to load an exported model.
+
+    Args:
+        of_adapter: the options of the run if its model was an adapter, which is merged; otherwise empty.
+        merge_loss: what rounding has lost of the adapter's change (`merged`).
+    """
+    origin = "The weights are those that were trained"
+    if of_adapter:
+        origin = "The trained LoRA adapter is merged into its base in fp32"
+    if of_adapter.get("quantization"):
+        origin += f", which was quantized ({of_adapter['quantization']}) in training and is not here"
+    if merge_loss > MERGE_LOSS:
+        origin += (
+            f". {rounded_away(merge_loss, dtype).capitalize()}, so answers may differ from those of the result below"
+        )
+    flag = " --dtype float32" if dtype == "float32" else ""  # vLLM's default would round to 16 bits
+    return f"""{origin}. Their dtype is {dtype}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+With vLLM: `vllm serve {name}{flag}`."""
+
+
+def usage_of_adapter(name: str, settings: dict[str, Any]) -> str:
+    """How to load an exported adapter on its base, which `settings` names."""
+    base = settings["base_model_name_or_path"]
+    base = Path(base).name if Path(base).is_absolute() else base
+    return f"""This is the trained LoRA adapter, without its base `{base}`, which `{ADAPTER}` names.
+
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {settings["r"]} --lora-modules {name}={name}`."""
+
+
+def card(
+    run: Path, options: dict[str, Any], record: dict[str, Any], model: Path, usage: str, library: str
+) -> ModelCard:
+    """Make the model card: usage, data, rewards, held-out result, settings, versions. It names files, not folders."""
     try:
         state = json.loads((model / MODEL_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -116,7 +203,7 @@ def card(run: Path, options: dict[str, Any], record: dict[str, Any], model: Path
         started = f"[{base}](https://huggingface.co/{base})" if is_hub else f"`{Path(base).name}`"
     metadata = ModelCardData(
         base_model=base if is_hub else None,
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         tags=["gspo", "reinforcement-learning"],
     )
@@ -142,14 +229,7 @@ def card(run: Path, options: dict[str, Any], record: dict[str, Any], model: Path
 {started}, trained with reinforcement learning by `gspo train`: {step} of {options["steps"]} rollouts, seed {seed}. The
 objective is [GSPO](https://arxiv.org/abs/2507.18071) unless the settings below say otherwise.
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
-```
-
-With vLLM: `vllm serve {folder}`.
+{usage}
 
 ## Held-out result
 

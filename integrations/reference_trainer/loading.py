@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.extras import needs
 
+from ..huggingface.fused_head import base_model
 from .config import InputError, TrainConfig
 from .distributed import shard, world
-from .policy import SORTING, Policy, check_head, demo_policy, make_policy, merged
+from .policy import SORTING, Policy, cast, check_head, demo_policy, make_policy, merged
 from .routing import ROUTERS, routers
 
+ADAPTER = "adapter_config.json"  # the file by which a folder is recognized as an adapter
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -60,42 +62,52 @@ def initial_policy(config: TrainConfig, characters: str = SORTING) -> Policy:
     if config.model is not None:
         return load_policy(config.model, config)
     policy = demo_policy(characters)
-    return prepared(policy.model.to(weight_dtype(config)), policy.tokenizer, config)
+    return prepared(cast(policy.model, weight_dtype(config)), policy.tokenizer, config)
 
 
-def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
+def load_policy(source: str, config: TrainConfig | None = None, merge: bool = True) -> Policy:
     """Load a checkpoint from a folder, or from the hub if `source` is an org/name and not a folder.
 
-    The folder may hold a LoRA adapter, which is merged into its base model. Without `config`, load in fp32.
+    Without `config`, load in fp32.
+
+    Args:
+        merge: if the folder holds an adapter, merge it into its base model. Otherwise it stays the adapter that was
+            trained, and its weights can be trained.
 
     Raises:
         InputError: there is no such checkpoint, it cannot be loaded, or `make_policy` refuses it.
     """
     place, missing = located(source)
-    is_adapter = (Path(place) / "adapter_config.json").is_file()
+    is_adapter = (Path(place) / ADAPTER).is_file()
     options: dict[str, Any] = {"dtype": weight_dtype(config) if config else torch.float32}
     if config and config.quantization:
-        if is_adapter:
+        if is_adapter and merge:
             raise InputError(
                 f"quantization: expected '' with model={source}, an adapter, got {config.quantization!r}. "
                 "`gspo export` writes the merged model of a run"
             )
         options["quantization_config"] = quantization(config)
+    merge_loss = 0.0
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
         if is_adapter:
-            model = load_merged(place, tokenizer, options).requires_grad_(True)
+            model = load_adapter(place, tokenizer, options)
+            if merge:
+                model, merge_loss = merged(model, options["dtype"])
+                model.requires_grad_(True)
         else:
             model = AutoModelForCausalLM.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"model {source}: {missing}: {' '.join(str(error).split())}") from error
-    return prepared(model, tokenizer, config or TrainConfig())
+    policy = prepared(model, tokenizer, config or TrainConfig())
+    policy.merge_loss = merge_loss
+    return policy
 
 
-def load_merged(adapter: str, tokenizer: Any, options: dict[str, Any], base: str | None = None) -> Any:
-    """Load a LoRA adapter with its base model, and merge them.
+def load_adapter(adapter: str, tokenizer: Any, options: dict[str, Any], base: str | None = None) -> Any:
+    """Load a LoRA adapter on its base model, as a PEFT model.
 
     Args:
         options: of the base's `from_pretrained`.
@@ -119,7 +131,7 @@ def load_merged(adapter: str, tokenizer: Any, options: dict[str, Any], base: str
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))  # as when the adapter was trained
     try:
-        return merged(PeftModel.from_pretrained(model, adapter))
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
     except RuntimeError as error:  # of load_state_dict: the shapes differ
         raise InputError(f"model {adapter}: the adapter does not fit the base {named!r}: {error}") from error
 
@@ -155,8 +167,11 @@ def quantization(config: TrainConfig) -> Any:
 
 
 def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
-    """Add LoRA and gradient checkpointing to a model if `config` asks for them. Return its Policy."""
-    if config.lora_rank:
+    """Add LoRA and gradient checkpointing to a model if `config` asks for them. Return its Policy.
+
+    A model that has an adapter gets no other one.
+    """
+    if config.lora_rank and base_model(model) is model:
         model = with_lora(model, config)
     if config.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +18,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_kernels import linear_log_probs
+from gspo_kernels.inputs.lm_head import is_a
 
 from ..huggingface import FusedHead, fuse_head
 from ..huggingface.fused_head import base_model
 from .config import InputError
 
 SORTING = "abcdefsort :"  # the characters of the sorting task
+MERGE_LOSS = 0.05  # share of an adapter's change that rounding the merged weights may lose without a message
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
@@ -36,6 +40,7 @@ class Policy:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     checkpointing: bool = False  # recompute activations in the backward
+    merge_loss: float = 0.0  # share of the change by an adapter that rounding the merged weights has lost (`merged`)
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
 
     @property
@@ -105,7 +110,7 @@ class Policy:
         """Write the model (with LoRA, its adapter) and the tokenizer so that `load_policy` can load them.
 
         An adapter names the folder or hub id of its base. If the base is only in memory, because it has random weights
-        or is itself merged, write the merged model instead.
+        or is itself merged, write the merged model in fp32 instead.
 
         Args:
             weights: the state dict to write; required if the model is sharded.
@@ -130,28 +135,73 @@ class Policy:
         from peft import get_peft_model
 
         inner = self.inner
-        copied: Any = get_peft_model(AutoModelForCausalLM.from_config(inner.config).to(inner.dtype), settings)
+        copied: Any = get_peft_model(AutoModelForCausalLM.from_config(inner.config).float(), settings)
         copied.load_state_dict(self.model.state_dict() if weights is None else weights)
-        model = merged(copied)
+        model, _ = merged(copied)
         model.generation_config = self.checkpoint_generation_config
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
-def merged(adapted: Any) -> Any:
-    """Merge the LoRA adapter of a PEFT model into its weights. Return the transformers model.
+def merged(adapted: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, float]:
+    """Merge the adapter of a PEFT model into its weights in fp32. Round all weights to `dtype`.
 
-    If the head has an adapter and shares its weight with the embeddings, the head gets a weight of its own. Otherwise
-    merging would change the embeddings too.
+    If the embeddings or the head have an adapter and share their weight, the head gets a weight of its own. Otherwise
+    merging would change both.
+
+    Returns:
+        The transformers model, and the share of the change that rounding loses: |rounded - merged| / |merged - base|,
+        with Euclidean norms over the adapted weights. In fp32 it is 0.
+
+    Raises:
+        InputError: PEFT cannot merge this adapter.
     """
-    inner = base_model(adapted)
-    head = getattr(inner.get_output_embeddings(), "base_layer", None)
-    if head is not None and head.weight is inner.get_input_embeddings().weight:
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        inner.config.tie_word_embeddings = decoder_config(inner).tie_word_embeddings = False
-    model = adapted.merge_and_unload()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    inner = base_model(adapted.float())
+    untie(inner)
+    lost = change = 0.0
+    for layer in [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]:
+        weights = dict(layer.get_base_layer().named_parameters(recurse=False))
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        try:
+            layer.merge()
+        except RuntimeError as error:
+            raise InputError(f"model: PEFT cannot merge the adapter: {error}") from error
+        for name, weight in weights.items():
+            moved = float((weight.detach() - before[name]).norm())
+            if moved:
+                lost += float((weight.detach().to(dtype).float() - weight.detach()).norm()) ** 2
+                change += moved**2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")
+        model = cast(adapted.merge_and_unload(), dtype)
     model.name_or_path = ""  # these weights are in no folder
+    return model, math.sqrt(lost / change) if change else 0.0
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """Convert the weights of a model in place. Buffers keep their dtype, because rounding would change positions."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
     return model
+
+
+def rounded_away(merge_loss: float, dtype: object) -> str:
+    """Say what rounding merged weights to `dtype` has lost."""
+    return f"rounding the merged weights to {dtype} lost {merge_loss:.0%} of the change by the adapter"
+
+
+def untie(model: Any) -> None:
+    """Give the head a weight of its own if the embeddings or the head have an adapter and share their weight."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not any(is_a(module, "peft") for side in (embeddings, head) for module in side.modules()):
+        return
+    shared = {id(weight) for weight in embeddings.parameters()}
+    for module in head.modules():
+        if id(module._parameters.get("weight")) in shared:
+            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    model.config.tie_word_embeddings = decoder_config(model).tie_word_embeddings = False
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:

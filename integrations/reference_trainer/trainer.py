@@ -38,7 +38,7 @@ from .held_out import (
 from .loading import experts_without_lora, pick_device, policy_of_seed, set_seed
 from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
-from .policy import PRINTABLE, Policy
+from .policy import MERGE_LOSS, PRINTABLE, Policy, rounded_away
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
@@ -275,6 +275,9 @@ class Training(Learner):
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:
             say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
+        if self.policy.merge_loss > MERGE_LOSS:
+            lost = rounded_away(self.policy.merge_loss, str(self.policy.head.weight.dtype).removeprefix("torch."))
+            say(f"model: {lost}; with precision=fp32 or autocast, weights keep it")
         say(self.skipping.description)
         if self.config.updates_per_rollout * self.config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")

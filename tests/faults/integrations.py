@@ -283,10 +283,28 @@ FAULTS: dict[str, Fault] = {
         "trainer_export::test_wrong_arguments_change_nothing",
     ),
     "a tied head merged into the embeddings": (
-        "merged",
-        "head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)",
+        "untie",
+        "module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)",
         "pass",
-        "trainer_options::test_a_merged_head_that_was_tied_leaves_the_embeddings",
+        "trainer_options::test_merging_adapters_of_tied_embeddings_keeps_the_logits[lora-lm_head]",
+    ),
+    "an adapter merged in the base's 16 bits": (
+        "merged",
+        "adapted.float()",
+        "adapted",
+        "trainer_export::test_a_change_smaller_than_the_rounding_of_bf16_is_kept[base]",
+    ),
+    "a merged adapter evaluated": (
+        "evaluate",
+        "load_policy(str(config.model), config, merge=False)",
+        "load_policy(str(config.model), config)",
+        "trainer_export::test_a_change_smaller_than_the_rounding_of_bf16_is_kept[base]",
+    ),
+    "gspo eval without the run's truncation": (
+        "batches_of",
+        'sampling["truncation"] = config.truncation',
+        "pass",
+        "trainer_eval::test_a_run_of_the_demo_has_the_rewards_and_the_truncation_of_its_run",
     ),
     "a verdict without its interval": (
         "verdict",

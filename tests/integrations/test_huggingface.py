@@ -230,6 +230,9 @@ TOKENS = [3, 40, 95]
 PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, class and values of PEFT's configuration
     "lora": ("qwen3", "LoraConfig", {"target_modules": ["lm_head", "q_proj"]}),
     "body": ("qwen3", "LoraConfig", BODY),
+    "lora on the embeddings, tied": ("qwen3 tied", "LoraConfig", {"target_modules": ["embed_tokens"]}),
+    "lora on the head, tied": ("qwen3 tied", "LoraConfig", {"target_modules": ["lm_head"]}),
+    "lora on both, tied": ("qwen3 tied", "LoraConfig", {"target_modules": ["embed_tokens", "lm_head"]}),
     "modules_to_save": ("qwen3", "LoraConfig", {**BODY, "modules_to_save": ["lm_head"]}),
     "tokens": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": {"lm_head": TOKENS}}),
     "tokens, tied": ("qwen3 tied", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),

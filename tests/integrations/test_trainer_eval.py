@@ -79,10 +79,13 @@ def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> 
     assert report["prompts"] == 5 and list(report["rewards"]["total"]) == ["greedy", "sampled", "pass@1"]
 
 
-def test_a_run_of_the_demo_has_the_rewards_of_its_task(tmp_path: Path) -> None:
-    folder = train(small(tmp_path, steps=1, save=True)).folder
+def test_a_run_of_the_demo_has_the_rewards_and_the_truncation_of_its_run(tmp_path: Path) -> None:
+    folder = train(small(tmp_path, steps=1, save=True, top_k=1)).folder
     last = rows_of(folder)[-1]["eval_reward"]
-    assert 0 < last == pytest.approx(gspo_eval(folder, "n=0")["rewards"]["total"]["greedy"]["mean"])
+    report = gspo_eval(folder, "n=1", "--answers", tmp_path / "answers.jsonl")
+    assert 0 < last == pytest.approx(report["rewards"]["total"]["greedy"]["mean"])
+    lines = [json.loads(line)["completion"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]  # with top_k=1, sampled answers are the greedy ones
     assert gspo_eval(folder, "n=0", "eval_prompts=3")["prompts"] == 3
 
 

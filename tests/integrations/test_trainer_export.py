@@ -13,11 +13,21 @@ import yaml
 from helpers import chat_model
 from helpers.reference_runs import SMALL, rows_of, write_jsonl
 from safetensors.torch import load_file
-from tolerance import MERGED_WEIGHT_ABSOLUTE
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
-from gspo_kernels.integrations.reference_trainer import export, exporting, train, train_config
+from gspo_kernels.integrations.reference_trainer import (
+    InputError,
+    evaluate,
+    evaluation,
+    export,
+    exporting,
+    loading,
+    read_evaluation,
+    train,
+    train_config,
+)
+from gspo_kernels.integrations.reference_trainer.policy import MERGE_LOSS, Policy
 from gspo_kernels.tools.cli import app
 
 IDS = torch.arange(3, 40)[None]
@@ -47,9 +57,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "seed"), [("full", 0), ("lora", 0), ("lora", 1)])
 def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, seed: int) -> None:
     out = tmp_path / "new" / "out"
-    result = CliRunner().invoke(app, ["export", str(runs / name), str(out), *(["--seed", "1"] if seed else [])])
+    options = ["--seed", "1", "--dtype", "bfloat16"] if seed else []
+    result = CliRunner().invoke(app, ["export", str(runs / name), str(out), *options])
     assert result.exit_code == 0, result.output
-    dtype = torch.bfloat16 if name == "lora" else torch.float32  # of the base, or of the trained weights
+    dtype = torch.bfloat16 if seed else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == dtype and {path.suffix for path in out.iterdir()} >= {
         ".safetensors",
@@ -62,25 +73,108 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
     if name == "lora":
         settings = json.loads((trained / "adapter_config.json").read_text())
         adapter = {key: x.double() for key, x in load_file(trained / "adapter_model.safetensors").items()}
-        expected = {key: x.double() for key, x in base.items()}
+        expected, limits = {key: x.double() for key, x in base.items()}, {}
         for key in adapter:
             if (module := key.removesuffix(".lora_A.weight")) != key:
-                change = adapter[f"{module}.lora_B.weight"] @ adapter[key] * settings["lora_alpha"] / settings["r"]
-                assert change.norm() > 0
-                expected[f"{module.removeprefix('base_model.model.')}.weight"] += change
-        rounding, limit = torch.finfo(dtype).eps / 2, MERGED_WEIGHT_ABSOLUTE
+                a, b = adapter[key], adapter[f"{module}.lora_B.weight"] * settings["lora_alpha"] / settings["r"]
+                assert b.norm() > 0
+                weight = f"{module.removeprefix('base_model.model.')}.weight"
+                expected[weight] += b @ a
+                # The fp32 product over the rank, its scale and the sum, and then the rounding to `dtype`.
+                in_fp32 = (settings["r"] + 2) * (b.abs() @ a.abs()) + expected[weight].abs()
+                limits[weight] = (
+                    torch.finfo(torch.float32).eps * in_fp32 + torch.finfo(dtype).eps * expected[weight].abs()
+                ) / 2
     else:
-        expected, rounding, limit = AutoModelForCausalLM.from_pretrained(trained).state_dict(), 0.0, 0.0
+        expected, limits = AutoModelForCausalLM.from_pretrained(trained).state_dict(), {}
         assert not torch.equal(weights["lm_head.weight"], base["lm_head.weight"])
     assert weights.keys() == expected.keys()
     for key, x in weights.items():
-        error = (x.double() - expected[key]).abs() - rounding * expected[key].abs()
-        assert error.max() <= limit, key
+        assert ((x.double() - expected[key]).abs() <= limits.get(key, 0.0)).all(), key
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == chat_model.TEMPLATE
     generation = GenerationConfig.from_pretrained(out)
     assert (generation.do_sample, generation.top_k) == (True, 7)  # from the checkpoint, not from the run
     assert generation.eos_token_id == sorted({0, tokenizer.eos_token_id}) and generation.pad_token_id is not None
+
+
+@pytest.mark.parametrize("base", ["base", None])
+def test_a_change_smaller_than_the_rounding_of_bf16_is_kept(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], base: str | None
+) -> None:
+    """The adapter changes weights of 0.3 by 1e-4; in bf16, such weights are 2e-3 apart. None: a base in memory only."""
+    seen: list[Policy] = []
+    save, load = Policy.save, loading.load_policy
+
+    def saved(self: Policy, *args: Any) -> None:
+        for name, weight in self.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=1e-4)
+        seen.append(self)
+        save(self, *args)
+
+    monkeypatch.setattr(Policy, "save", saved)
+    monkeypatch.setattr(
+        evaluation, "load_policy", lambda *args, **options: seen.append(load(*args, **options)) or seen[-1]
+    )
+    options: dict[str, Any] = {**SMALL, "output": tmp_path, "steps": 1, "precision": "bf16", "lora_rank": 4}
+    options |= {"task": "sorting", "max_new_tokens": 7}
+    train(train_config(name="half", model=base and runs / base, seeds=0, save=True, **options))
+    evaluate(read_evaluation(str(tmp_path / "half"), ["n=0", "eval_prompts=1"]))
+    export(tmp_path / "half", tmp_path / "out")
+    assert "GB in float32" in capsys.readouterr().out
+    model = seen[0].model.float()
+    ids = IDS % seen[0].inner.config.vocab_size
+    with torch.no_grad():
+        trained = model(ids).logits.log_softmax(-1)
+        with model.disable_adapter():
+            change = (model(ids).logits.log_softmax(-1) - trained).norm()
+        for policy in (seen[1].model, AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
+            assert (policy.float()(ids).logits.log_softmax(-1) - trained).norm() < 0.01 * change
+    if base is None:
+        with pytest.raises(InputError, match=r"--adapter: expected the run of an adapter.* base was only in memory"):
+            export(tmp_path / "half", tmp_path / "adapter", adapter=True)
+        return
+    model.requires_grad_(False)
+    layers = {name: layer for name, layer in seen[0].inner.named_modules() if hasattr(layer, "lora_A")}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        export(tmp_path / "half", tmp_path / name, dtype=name)
+        out = capsys.readouterr().out
+        merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        lost, moved = [], []
+        for path, layer in layers.items():
+            a, b = (x["default"].weight.double() for x in (layer.lora_A, layer.lora_B))
+            exact = layer.base_layer.weight.double() + layer.scaling["default"] * b @ a
+            lost.append((merged.get_submodule(path).weight.double() - exact).norm())
+            moved.append((exact - layer.base_layer.weight.double()).norm())
+        share = (torch.stack(lost).norm() / torch.stack(moved).norm()).item()
+        stated = f"rounding the merged weights to {name} lost {share:.0%} of the change by the adapter"
+        card = (tmp_path / name / "README.md").read_text()
+        assert (stated in out) == (stated.capitalize() in card) == (share > MERGE_LOSS) == (dtype != torch.float32)
+        assert ("--dtype float32`" in card) == (dtype == torch.float32)
+    adapter = tmp_path / "half" / "model-seed0"
+    train(train_config(name="next", model=adapter, seeds=0, save=False, **options | {"lora_rank": 0}))
+    assert "rounding the merged weights to bfloat16 lost" in capsys.readouterr().out
+
+
+def test_an_adapter_is_exported_in_the_format_of_peft(runs: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    arguments = ["export", str(runs / "lora"), str(tmp_path / "mine"), "--adapter", "--base", str(runs / "base")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and result.stdout.startswith(f"adapter: {tmp_path}/mine, ")
+    exported: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "mine")
+    trained: Any = AutoPeftModelForCausalLM.from_pretrained(runs / "lora" / "model-seed0")
+    assert torch.equal(exported(IDS).logits, trained(IDS).logits)
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} < names
+    assert not names & {"trainer_state.json", "config.json", "generation_config.json"}
+    text = (tmp_path / "mine" / "README.md").read_text()
+    assert "library_name: peft\n" in text and "the trained LoRA adapter, without its base `base`" in text
+    assert (
+        "`vllm serve base --enable-lora --max-lora-rank 4 --lora-modules mine=mine`" in text and str(runs) not in text
+    )
 
 
 def test_the_card_has_data_rewards_result_settings_and_versions(runs: Path, tmp_path: Path) -> None:
@@ -151,6 +245,12 @@ def test_a_base_that_has_moved_is_named_and_can_be_given(runs: Path, tmp_path: P
             "{runs}/full {out} --base {runs}/base",
             "--base: expected none, because {runs}/full/model-seed0 is not an adap",
         ),
+        (
+            "{runs}/full {out} --adapter",
+            "--adapter: expected the run of an adapter, got {runs}/full/model-seed0, which",
+        ),
+        ("{runs}/lora {out} --adapter --dtype float16", "--dtype: expected none with --adapter, which copies the adap"),
+        ("{runs}/full {out} --dtype int8", "--dtype: expected one of float32, bfloat16, float16, got 'int8'"),
         ("{runs}/full {runs}/full/model-seed0/new", "OUT: expected a folder outside {runs}/full/model-seed0, got"),
         ("{runs}/full {runs}/base", "OUT: expected a folder that does not exist or is empty, got {runs}/base"),
         (

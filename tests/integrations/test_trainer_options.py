@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
 from tolerance import MERGED_LOGIT_ABSOLUTE, PARAMETER_ABSOLUTE, SAVED_LOGIT_ABSOLUTE
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from typer.testing import CliRunner
 
@@ -318,20 +319,40 @@ def test_an_adapter_names_its_base_absolutely_or_is_merged(tmp_path: Path, monke
         loading.load_policy("runs/first/model-seed0")
 
 
-def test_a_merged_head_that_was_tied_leaves_the_embeddings(tmp_path: Path) -> None:
-    model = policy.demo_policy().model
-    model.config.tie_word_embeddings = True
-    type(model)(model.config).save_pretrained(tmp_path / "tied")
-    policy.demo_policy().tokenizer.save_pretrained(tmp_path / "tied")
-    config = small(tmp_path, model=str(tmp_path / "tied"), task="sorting", lora_rank=4, lora_head=True)
-    trained = loading.initial_policy(config)
-    for name, weight in trained.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight)
-    trained.save(tmp_path / "adapter")
+TUNERS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    "lora": lambda sides: {"target_modules": ["q_proj", *sides]},
+    "dora": lambda sides: {"target_modules": ["q_proj", *sides], "use_dora": True},
+    "lora tied by PEFT": lambda sides: {"target_modules": ["q_proj", *sides], "ensure_weight_tying": True},
+    "modules_to_save": lambda sides: {"target_modules": ["q_proj"], "modules_to_save": sides},
+    "tokens": lambda sides: {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {side: [3, 5] for side in sides} or None,
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:You have requested `ensure_weight")
+@pytest.mark.parametrize("sides", [[], ["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=", ".join)
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_merging_adapters_of_tied_embeddings_keeps_the_logits(tmp_path: Path, tuner: str, sides: list[str]) -> None:
+    import peft
+
+    config = policy.demo_policy().model.config
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    adapted: Any = peft.get_peft_model(Qwen3ForCausalLM(config), peft.LoraConfig(r=4, **TUNERS[tuner](sides))).eval()
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.3)
     ids = torch.arange(8)[None]
-    merged = loading.load_policy(str(tmp_path / "adapter"))
-    torch.testing.assert_close(merged.model(ids).logits, trained.model(ids).logits, rtol=0, atol=MERGED_LOGIT_ABSOLUTE)
+    expected = adapted(ids).logits
+    model, _ = policy.merged(adapted)
+    model.save_pretrained(tmp_path)
+    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for merged in (model, saved):
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=0, atol=MERGED_LOGIT_ABSOLUTE)
+        is_tied = merged.lm_head.weight is merged.get_input_embeddings().weight
+        assert is_tied == merged.config.tie_word_embeddings == (not sides)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

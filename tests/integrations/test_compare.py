@@ -99,7 +99,6 @@ def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
         first = {name: values[0] for name, values in run["by update"].items() if name != "entropy"}
         assert set(first.values()) == {0.0}
         assert run["by update"]["token_log_ratio_std"][-1] > run["by update"]["sequence_log_ratio_std"][-1] > 0
-    assert max(gspo["by update"]["token_clip_fraction"]) > 2 * max(grpo["by update"]["token_clip_fraction"])
 
 
 def test_a_mixture_is_trained_with_and_without_replay() -> None:

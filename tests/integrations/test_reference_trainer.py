@@ -380,14 +380,3 @@ def test_the_error_of_bad_data_names_its_line(tmp_path: Path, lines: list[object
     with pytest.raises(InputError) as caught:
         jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=1)
     assert message in str(caught.value) and "data.jsonl" in str(caught.value)
-
-
-# Learning
-
-
-@pytest.mark.slow
-def test_the_demo_learns_and_clips(tmp_path: Path) -> None:
-    """Train one of the three seeds of `make demo`."""
-    (result,) = train(train_config(output=tmp_path, seeds=(0,))).results
-    assert result.rise >= 0.4, result
-    assert result.clip_fraction >= 0.05, result

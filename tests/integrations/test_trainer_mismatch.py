@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,12 @@ def test_recomputed_log_probs_clip_nothing_and_the_correction_weighs_tokens(
 
 def test_a_training_reports_the_first_updates_clip_fraction(tmp_path: Path) -> None:
     shared = SMALL | dict(output=tmp_path, updates_per_rollout=2, sampler_precision="bf16", learning_rate=1e-2)
-    train(train_config(**shared, name="uncorrected", old_log_probs="sampler"))
+    # Advantages are not 0 and the window is narrow, so half of all answers are clipped unless the ratio is exactly 1.
+    shared |= dict(clip_low=1e-6, clip_high=1e-6)
+    reward = lambda text, answer: float(zlib.crc32(text.encode()) % 97)  # noqa: E731
+    train(train_config(**shared, name="uncorrected", old_log_probs="sampler"), reward=reward)
     correction = "[{level: geometric, mode: gate, low: 0.9}, {level: token, mode: mask, low: 0.5}]"
-    train(train_config(**shared, name="corrected", rollout_correction=correction))
+    train(train_config(**shared, name="corrected", rollout_correction=correction), reward=reward)
     for row in rows_of(tmp_path / "uncorrected")[1:]:
         assert row["clip_fraction_first_update"] > 0 and "rollout_weight_mean" not in row
     for row in rows_of(tmp_path / "corrected")[1:]:

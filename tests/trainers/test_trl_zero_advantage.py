@@ -45,7 +45,9 @@ from gspo_kernels.integrations.trl.zero_advantage import (
 )
 
 METHOD = "_get_per_token_logps_and_entropies"
-ADAM: dict[str, Any] = {**SEQUENCE, "optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 3e-3, "max_steps": 6}
+# AdamW divides rounding errors by the size of a gradient. This epsilon keeps those of gradients near 0 small.
+ADAM: dict[str, Any] = {**SEQUENCE, "optim": "adamw_torch", "adam_epsilon": 1e-4, "weight_decay": 0.1}
+ADAM |= {"learning_rate": 3e-3, "max_steps": 6}
 # The dead share of the prompts, and settings. Rollouts of four batches, and two batches per update, unless set.
 CASES: dict[str, tuple[float, dict[str, Any]]] = {
     "none dead": (0.0, {}),

@@ -84,8 +84,8 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
         )
         whole_weight = lm_head
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
-    weight_item = head.weight.element_size() if weight.dtype != head.weight.dtype else 0
     check.head(weight, bias, rows)
+    weight_item = head.weight.element_size() if weight.dtype != head.weight.dtype else 0
     backend = pick_backend(check, arguments.backend, device, rows.dtype)
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
     columns = weight.shape[0] if tp_group is None else columns_over(tp_group, whole_weight)

@@ -82,32 +82,32 @@ def record_of(config: TrainConfig, task: Task, from_python: list[str]) -> dict[s
 
 
 def rows_of(task: Task) -> dict[str, Any]:
-    """What tells how another task differs: the number of its prompts, the prompts alone, and its rows in any order."""
+    """Number and digests of a task's rows, for `changed_prompts`."""
     examples = [*task.train, *task.held_out]
     prompts = digest_of([example.key for example in examples])
     return {"count": len(examples), "prompts": prompts, "in_any_order": digest_of(sorted(map(row_text, examples)))}
 
 
 def changed_prompts(then: dict[str, Any] | None, now: dict[str, Any]) -> str:
-    """Say how the prompts of a run (`rows_of`) have changed. An earlier version did not record them: None."""
-    if then is None or then["in_any_order"] == now["in_any_order"]:
-        return (
-            "others" if then is None else "the same in another order, or divided otherwise into training and evaluation"
-        )
+    """Say how the prompts of a run (`rows_of`) have changed. `then` is None if an earlier version did not record it."""
+    if then is None:
+        return "different ones"
+    if then["in_any_order"] == now["in_any_order"]:
+        return "the same prompts in another order, or divided differently between training and evaluation"
     if then["count"] != now["count"]:
-        return f"others: {then['count']:,} prompts then, {now['count']:,} now"
+        return f"{now['count']:,} prompts instead of {then['count']:,}"
     if then["prompts"] == now["prompts"]:
         return "the same prompts with other answers or columns"
-    return f"{now['count']:,} prompts as before, but not the same"
+    return f"{now['count']:,} prompts, as before, but not the same ones"
 
 
 def place_of(folder: Path, run: Path) -> str:
-    """The path of a folder from a run's folder, so that both can be moved together. On another drive, absolute."""
+    """The path of `folder` relative to the run, so that both can be moved together; absolute on another drive."""
     return os.path.relpath(folder, run) if folder.drive == run.drive else str(folder)
 
 
 def found_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Make relative paths of options absolute if they lead to something from `folder`. Others stay as they are."""
+    """Make the options' relative paths absolute if they exist in `folder`. Leave others, such as hub ids, unchanged."""
 
     def absolute(path: str) -> str:
         return str(folder / path) if (folder / path).exists() else path
@@ -133,7 +133,7 @@ def versions() -> dict[str, str]:
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the options of a run, and its record (see `record_of`). Raise an InputError if the folder has no run.
 
-    Relative paths lead where they led from the folder in which the run was started.
+    Relative paths are resolved from the folder in which the run was started.
     """
     path = folder / "config.json"
     if not path.is_file():

@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -259,42 +259,27 @@ def test_modes_and_generators_are_those_of_before(fails: bool) -> None:
     assert numbers == drawn()
 
 
-# Options of `gspo train` that measure or report.
-MEASURING: dict[str, Any] = {
-    "clip_noise_every": 1, "eval_every": 1, "samples": 0, "checkpoint_every": 1, "warn_after": 1,
-    "report_to": ("tensorboard",),
-}  # fmt: skip  # a table
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Train with options. The model has a dropout that is always on, and rewards draw random numbers, too."""
-    folder, forward = tmp_path_factory.mktemp("runs"), Qwen3MLP.forward
-    sizes: dict[str, Any] = {"steps": 3, "prompts_per_step": 8, "eval_prompts": 4, "precision": "autocast"}
+def test_gspo_train_has_the_same_bits_when_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout is on in every forward, and rewards draw random numbers, so an extra draw would change the training."""
+    forward = Qwen3MLP.forward
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.1, training=True))
+    options: dict[str, Any] = {"prompts_per_step": 8, "eval_prompts": 4, "precision": "autocast", "device": "cpu"}
+    measuring = {"clip_noise_every": 1, "eval_every": 1, "samples": 0, "checkpoint_every": 1, "warn_after": 1}
+    if find_spec("tensorboard"):
+        measuring["report_to"] = ("tensorboard",)
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [x.count("a") + sum(drawn()) for x in completions]
 
-    @functools.cache
-    def run(**options: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-        name = "-".join(["run", *options])
-        train(small(folder, name=name, **{**sizes, **options}, device="cpu", save=True), reward=reward)
-        return rows_of(folder / name), load_file(folder / name / "model-seed0" / "model.safetensors")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Qwen3MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.1, training=True))
-        yield run
-
-
-@pytest.mark.parametrize("option", MEASURING)
-def test_gspo_train_has_the_same_bits_when_it_measures(option: str, trained: Callable[..., Any]) -> None:
-    if option == "report_to":
-        pytest.importorskip("tensorboard")
-    (plain, weights), (rows, measured) = trained(), trained(**{option: MEASURING[option]})
-    assert all(map(torch.equal, weights.values(), measured.values())) and weights.keys() == measured.keys()
+    runs = []
+    for name, more in (("plain", {}), ("measured", measuring)):
+        train(small(tmp_path, name=name, save=True, **options, **more), reward=reward)
+        runs.append((rows_of(tmp_path / name), load_file(tmp_path / name / "model-seed0" / "model.safetensors")))
+    (plain, weights), (rows, measured) = runs
+    assert weights.keys() == measured.keys() and all(map(torch.equal, weights.values(), measured.values()))
     for before, after in zip(plain, rows, strict=True):
         assert all(after[name] == x for name, x in before.items() if name not in ("seconds", "tokens_per_second"))
-        if option == "clip_noise_every" and after["step"]:
+        if after["step"]:
             assert 0 <= after["clip_noise"] <= 1 and 1e-5 < after["clip_noise_log_ratio"]
             assert {"clip_noise_body", "clip_noise_head"} <= after.keys()
 

@@ -154,7 +154,7 @@ def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: 
     assert record["held_out"] == f"all 3 prompts of {tmp_path}/eval.jsonl"
     assert "At least 10 prompts are needed to decide" in report.summary()[0]
     write_jsonl(paths["eval_data"], *held_out[:2])
-    with pytest.raises(InputError, match=r"data: expected the prompts with which .* got others: 6 prompts then, 5 now"):
+    with pytest.raises(InputError, match=r"data: expected the prompts with which .* got 5 prompts instead of 6"):
         train(read_config(resume=report.folder))
     shared = write_jsonl(tmp_path / "shared.jsonl", *held_out, {"prompt": "sort b:", "answer": "b"})
     empty = write_jsonl(tmp_path / "empty.jsonl", "")
@@ -188,53 +188,48 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def append(name: str) -> Callable[[], object]:
-    return lambda: Path(name).write_text(f"{Path(name).read_text()}\n# changed\n")
-
-
-def change_template() -> None:
-    tokenizer = AutoTokenizer.from_pretrained("tiny")
-    tokenizer.chat_template = f"a{tokenizer.chat_template or '{{ messages[0].content }}'}"
+def change_files() -> None:
+    """Change the files of the rewards, the end-of-sequence tokens and the chat template."""
+    for name in ("rewards.py", "scale.py"):
+        Path(name).write_text(f"{Path(name).read_text()}\n# changed\n")
+    config, tokenizer = GenerationConfig.from_pretrained("tiny"), AutoTokenizer.from_pretrained("tiny")
+    config.eos_token_id = [1, 3]
+    config.save_pretrained("tiny")
+    tokenizer.chat_template = "a{{ messages[0].content }}"
     tokenizer.save_pretrained("tiny")
 
 
-def change_end() -> None:
-    config = GenerationConfig.from_pretrained("tiny")
-    config.eos_token_id = [1, 3]
-    config.save_pretrained("tiny")
+CHANGES = (
+    "the file rewards.py has changed; the file scale.py has changed; "
+    'weights of rewards: {"length": 1.0} -> {"length": 3.0}; reward_timeout: 10.0 -> 9.0; max_new_tokens: 4 -> 3; '
+    "tokens that end an answer: [1] -> [1, 3]; the chat template of the model has changed; "
+    "the encoding of the held-out prompts has changed"
+)
 
 
 @pytest.mark.parametrize(
-    ("change", "option", "said"),
+    ("change", "options", "said"),
     [
-        (append("rewards.py"), "", "the file rewards.py has changed"),
-        (append("scale.py"), "", "the file scale.py has changed"),
-        (None, "reward=3*rewards.py:length", 'weights of rewards: {"length": 1.0} -> {"length": 3.0}'),
-        (None, "reward_timeout=9", "reward_timeout: 10.0 -> 9.0"),
-        (None, "max_new_tokens=3", "max_new_tokens: 4 -> 3"),
-        (change_end, "", "tokens that end an answer: [1] -> [1, 3]"),
-        (
-            change_template,
-            "",
-            "the chat template of the model has changed; the encoding of the held-out prompts has changed",
-        ),
-        (None, "learning_rate=1e-3", ""),
+        (change_files, ["reward=3*rewards.py:length", "reward_timeout=9", "max_new_tokens=3"], CHANGES),
+        (None, ["reward_timeout=9"], "reward_timeout: 10.0 -> 9.0"),
+        (None, ["learning_rate=1e-3"], ""),
     ],
+    ids=["everything", "one option", "nothing"],
 )
 def test_held_out_rewards_that_something_else_defines_are_not_compared(
     project: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    change: Callable[[], object] | None,
-    option: str,
+    change: Callable[[], None] | None,
+    options: list[str],
     said: str,
 ) -> None:
     monkeypatch.chdir(shutil.copytree(project, tmp_path / "copy"))
     if change is not None:
         change()
     for steps in (2, 3):  # the second resume compares with the first evaluation too
-        report = train(read_config(texts=[f"steps={steps}", *([option] if option else [])], resume="runs/tiny"))
+        report = train(read_config(texts=[f"steps={steps}", *options], resume="runs/tiny"))
         last, results = rows_of(report.folder)[-1], report.results[0].held_out
         note = f"resume: held-out rewards are not compared with those of step 0: {said}\n"
         assert (note in capsys.readouterr().out) == bool(said) != ("eval_change" in last)

@@ -322,10 +322,10 @@ def test_changed_options_are_said_and_taken(
         ("model=x", 'model: expected null, with which {} was started, got "x"'),
         ("lora_rank=4", "lora_rank: expected 0, with which {} was started, got 4"),
         ("name=other", "name: expected no such option with --resume, which continues {}, got 'other'"),
-        ("task=format", "task: expected the prompts with which {} was started, got others: 648 prompts then, "),
+        ("task=format", "prompts instead of 648"),
         (
             "eval_prompts=9",
-            "got the same in another order, or divided otherwise into training and evaluation; eval_pro",
+            "got the same prompts in another order, or divided differently between training and evaluation; eval_pro",
         ),
     ],
 )
@@ -354,33 +354,24 @@ def test_a_stopped_run_may_drop_seeds_that_have_not_begun(two_seeds: Path, tmp_p
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3] * 2
 
 
-CHANGED: dict[str, tuple[Callable[[list[Any]], list[Any]], str]] = {
-    "answer": (
-        lambda lines: [*lines[:5], {**lines[5], "answer": "z"}, *lines[6:]],
-        "the same prompts with other answers",
-    ),
-    "prompt": (lambda lines: [*lines[:-1], {"prompt": "sort z:", "answer": "z"}], "10 prompts as before, but not the "),
-    "number": (lambda lines: [*lines, {"prompt": "sort z:", "answer": "z"}], "others: 10 prompts then, 11 now"),
-    "order": (lambda lines: lines[::-1], "the same in another order, or divided otherwise"),
-    "nothing": (lambda lines: lines, ""),
-}
-
-
-@pytest.mark.parametrize("changed", CHANGED)
-def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy.demo_policy().save(tmp_path / "model")
     lines = [{"prompt": f"sort {x}:", "answer": x} for x in "abcdefsort"]
-    data = write_jsonl(tmp_path / "data.jsonl", *lines)
+    data, another = write_jsonl(tmp_path / "data.jsonl", *lines), {"prompt": "sort z:", "answer": "z"}
     options = {"model": str(tmp_path / "model"), "data": data, "max_new_tokens": 2}
     folder = stopped(tmp_path, monkeypatch, options=options)
-    change, message = CHANGED[changed]
-    moved = write_jsonl(tmp_path / "moved.jsonl", *change(lines))
-    config = read_config(texts=[f"data={moved}"], resume=folder)
-    if changed == "nothing":
-        train(config)
-        return
-    with pytest.raises(InputError, match=f"^data: expected the prompts with which {folder} was started, got {message}"):
-        train(config)
+    for changed, message in (
+        ([*lines[:5], {**lines[5], "answer": "z"}, *lines[6:]], "the same prompts with other answers"),
+        ([*lines[:-1], another], "10 prompts, as before, but not the same ones"),
+        ([*lines, another], "11 prompts instead of 10"),
+        (lines[::-1], "the same prompts in another order, or divided differently"),
+    ):
+        moved = write_jsonl(tmp_path / "moved.jsonl", *changed)
+        expected = f"^data: expected the prompts with which {folder} was started, got {message}"
+        with pytest.raises(InputError, match=expected):
+            train(read_config(texts=[f"data={moved}"], resume=folder))
+    write_jsonl(tmp_path / "moved.jsonl", *lines)
+    train(read_config(texts=[f"data={moved}"], resume=folder))
 
 
 def test_a_run_continues_from_another_folder_and_in_another_place(
@@ -623,15 +614,15 @@ def of_rows(change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
     return damage
 
 
-@pytest.mark.parametrize(("reward", "compared"), [(None, True), ("letters_in_place", True), ("answer_found", False)])
+@pytest.mark.parametrize(("reward", "compared"), [("letters_in_place", True), ("answer_found", False)])
 def test_a_run_that_does_not_record_what_defines_its_rewards_continues(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str | None, compared: bool
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str, compared: bool
 ) -> None:
-    """As an earlier version wrote it. Names and values of the rewards are compared."""
+    """An earlier version wrote this run. Names and values of its rewards are compared instead."""
     folder = copied(finished, tmp_path)
     of_rows(lambda rows: [{name: x for name, x in row.items() if name != "eval_defined_by"} for row in rows])(folder)
-    options = [f"reward=gspo_kernels.integrations.tasks:{reward}"] if reward else []
-    train(read_config(texts=["steps=4", *options], resume=folder))
+    texts = ["steps=4", f"reward=gspo_kernels.integrations.tasks:{reward}"]
+    train(read_config(texts=texts, resume=folder))
     out = capsys.readouterr().out
     assert "resume: the run does not record the code of its rewards" in out
     assert ("not compared with those of step 0: the rewards have changed" in out) != compared

@@ -121,16 +121,16 @@ $(PAIRS:%=pair-%): pair-%: build/pair-%/ready
 test-newest: build/newest/ready
 	$(MAKE) test BIN=build/newest/bin
 
-# The numeric tests with the instructions of other processors, and with one and two threads: hours. Prints each test with
-# an error above half of its limit, as error / limit. Such a limit needs a derivation, or the arithmetic a correction. CI
-# runs them every week.
+# The numeric tests with the instructions of other processors, with one and with two threads. This takes hours; CI runs it
+# every week. It prints error / limit of each test whose error is above half of its limit. Derive such a limit, or correct
+# the arithmetic.
 PROCESSORS := default avx2 mkl onednn
 default := ATEN_CPU_CAPABILITY=default
 avx2 := ATEN_CPU_CAPABILITY=avx2
 mkl := MKL_CBWR=COMPATIBLE
 onednn := ONEDNN_MAX_CPU_ISA=SSE41
 MARGINS := $(CURDIR)/build/margins
-# Assertions are compiled with a hook, so their bytecode has a folder of its own.
+# Assertions are compiled with a hook, so keep their bytecode apart.
 MEASURED = env $($*) GSPO_TEST_THREADS=$$threads GSPO_TEST_MARGINS=$(MARGINS)/$*-$$threads PYTHONPYCACHEPREFIX=$(MARGINS).pyc \
 	$(BIN)/python -m pytest -m "not slow" -o enable_assertion_pass_hook=true
 test-processors: $(PROCESSORS:%=test-processor-%)

@@ -112,9 +112,9 @@ def gspo_fused_loss(
             logits are not recomputed; all others are. Only rows that may have a gradient are kept, in the dtype of
             hidden; a full batch takes N * V values. Log-probs have the same bits for every size. The memory is freed
             after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor --memory N,H,V` prints
-            the default and what each size saves. None: the environment variable GSPO_CACHE_MIB; if it is not set, 1/64
-            of the GPU's total memory, or less, so that the loss takes no more memory than TRL 1.16's head or full
-            logits (`memory.largest_default_cache`), or 0 on a CPU.
+            the default and what each size saves. None: the environment variable GSPO_CACHE_MIB. If it is not set, 0 on
+            a CPU, and on a GPU at most 1/64 of its total memory: less where the loss would otherwise take more memory
+            than TRL 1.16's head or full logits (`memory.largest_default_cache`).
         tp_group, reduce_hidden: for a vocabulary sharded over ranks, see `linear_log_probs`.
         cp_group: for sequences sharded over ranks, see `policy_loss`.
         backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
@@ -184,7 +184,7 @@ def gspo_fused_loss(
                 old,
                 lambda: kept.is_single & (old < -1e-3),
                 "old_log_probs are below 0 at tokens whose kept set has one id, where log-probs over the set are 0. "
-                "They seem to be over the vocabulary; compute them with the same kept_sets, or ratios are too large",
+                "They seem to be over the vocabulary, which makes ratios too large. Pass the same kept_sets for them",
                 stacklevel=5,
             )
         if compared is not None:

@@ -30,9 +30,9 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # cache sizes in the table, as shares of a
 # nothing is kept for them. 1 is clipped; its exponentials still take up space in the cache.
 LIVE, MAY_BE_LIVE = 5 / 8, 6 / 8
 NARROWEST_TILE = 128  # columns, of all block shapes for half precision and fp32
+TILE_OF_TRL = (4096, 32768)  # rows and columns of a tile of logits in TRL 1.16's head
 _min: Any = torch.sym_min  # torch.compile may replace the number of tokens by a symbol
 _max: Any = torch.sym_max
-TILE_OF_TRL = (4096, 32768)  # rows and columns of a tile of logits in TRL 1.16's head
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Bound:
 
     @property
     def peak(self) -> int:
-        """`total`, but without a cache the table is freed before the gradients are allocated."""
+        """Lower than `total` without a cache, because the table is freed before the gradients are allocated."""
         return self.total - (0 if self.cache else min(self.tile_table, self.gradients + self.hidden_copies))
 
 
@@ -177,13 +177,13 @@ def largest_default_cache(head: HeadRows, needs: NeedsGradient, backend: str, we
 
         min(TRL's head, full logits) - `bound` without a cache
 
-    With a tp_group, which TRL's head does not support, only full logits count. TRL's head computes unmasked tokens only
-    and copies their hidden states. How many tokens are unmasked is not known on the host; half of them are assumed.
+    TRL's head does not support a tp_group, so with one, only full logits count. It computes unmasked tokens only, and
+    copies their hidden states. The host does not know how many tokens are unmasked, so half of them are assumed.
 
-    Under autocast, the cast operands count. The fp32 copy of the head's gradient, which autograd makes after the cache
-    is free, counts for `min` if it is the larger peak: such a cache adds nothing to the peak of a step.
+    Under autocast, both sides include the cast operands. Once the cache is free, autograd copies the head's gradient to
+    fp32. If that peak is larger than the minimum, it replaces it: up to there, a cache adds nothing to a step's peak.
 
-    The result is at least 1, which holds no row: ranks of a cp_group must agree whether there is a cache.
+    The result is at least 1, which holds no row, because ranks of a cp_group must agree whether there is a cache.
 
     Args:
         head: the head of one rank.
@@ -218,7 +218,7 @@ def _tile_width(head: HeadRows, backend: str) -> int:
 
 
 def _rows_of_weight(head: HeadRows) -> int:
-    """Rows of the head on this rank; on the rank with most rows if a DTensor has fewer on the last ranks."""
+    """Rows of the head on this rank. If ranks have different numbers of rows, the largest number."""
     return shard_of(head.shard).rows if head.shard else head.weight.shape[0]
 
 
@@ -347,7 +347,7 @@ def peaks_of_others(tokens: int, width: int, vocab: int) -> dict[str, int]:
 
 
 def default_caches(device: torch.device, architecture: str | None, largest: int) -> dict[str, int]:
-    """The default of `cache_mib` in MiB, by where it comes from; for each of MEMORY_GIB if that GPU is absent.
+    """Defaults of `cache_mib` in MiB, by their source. If the GPU is not in this machine, one for each of MEMORY_GIB.
 
     `largest`: `largest_default_cache`, in MiB.
     """

@@ -118,7 +118,7 @@ def combine(
 def _divisors(
     check: TensorChecks, parts: Sequence[Mapping[str, Tensor]], own: Mapping[str, str | None] | None
 ) -> dict[str, str | None]:
-    """Check the parts. Return the divisor of each metric; None for sums and effective sample sizes."""
+    """Check the parts. Return the divisor of each metric, or None for sums and effective sample sizes."""
     if not parts:
         check.fail("parts", "the metrics of at least one micro-batch", Unquoted("none"))
     for part in parts:

@@ -277,9 +277,9 @@ class TensorChecks(Checks):
             self.fail(name, expected, got())
 
     def hint(self, like: Tensor, suspicious: Callable[[], Tensor], text: str, stacklevel: int) -> None:
-        """Warn once if values that are allowed, but hardly ever intended, occur. Only where `flag` may raise.
+        """Warn once about values that are allowed but rarely intended. On a GPU, only with GSPO_CHECK=1, as in `flag`.
 
-        `like` is one of the call's tensors, and `suspicious` returns a bool tensor. `stacklevel` is as in `warn_once`.
+        `suspicious` returns a bool tensor on the device of `like`. `stacklevel` is as in `warn_once`.
         """
         if not values_are_checked(like.device):  # the next line cannot be compiled
             return
@@ -288,7 +288,7 @@ class TensorChecks(Checks):
             warn_once(f"{self.place}: {text}", stacklevel, kind=text)
 
     def not_made_in_inference_mode(self, **tensors: Tensor | None) -> None:
-        """Check tensors that autograd saves. Its own error names none of them."""
+        """Check tensors that autograd saves, because its own error does not name them."""
         for name, x in tensors.items():
             if x is not None and not torch.compiler.is_compiling() and x.is_inference():
                 expected = "a tensor made outside of torch.inference_mode() (use torch.no_grad(), or pass a clone)"

@@ -33,12 +33,12 @@ class BackwardSettings(NamedTuple):
 
     def describe(self, device: torch.device) -> str:
         """Describe the settings in one line, with the largest default of `cache_mib` on `device` if it is not set."""
-        mib = f"{cache_limit(Checks('cache_mib'), self.cache_mib, device) / 2**20:g}"
+        mib = f"={cache_limit(Checks('cache_mib'), self.cache_mib, device) / 2**20:g}"
         if self.cache_mib is None and "GSPO_CACHE_MIB" in os.environ:
             mib += " (GSPO_CACHE_MIB)"
         elif self.cache_mib is None:
-            mib = f"at most {mib} (default)" if device.type == "cuda" else f"{mib} (default)"
-        return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib}"
+            mib = f"{'<' if device.type == 'cuda' else ''}{mib} (default)"
+        return f"gradient_budget={self.gradient_budget:g}, cache_mib{mib}"
 
 
 class BackwardMetrics:

@@ -139,10 +139,10 @@ def _advantages(
 def _differing(advantages: Tensor, unmasked: Tensor, layout: Layout) -> Tensor:
     """True for sequences whose unmasked tokens have different advantages, [S]."""
     largest, smallest = (
-        torch.segment_reduce(torch.where(unmasked, sign * advantages, -torch.inf), "max", offsets=layout.offsets)
-        for sign in (1, -1)
+        torch.segment_reduce(torch.where(unmasked, advantages, masked), kind, offsets=layout.offsets)
+        for kind, masked in (("max", -torch.inf), ("min", torch.inf))
     )
-    return largest > -smallest
+    return largest > smallest
 
 
 def _log_probs(

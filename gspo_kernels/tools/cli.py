@@ -214,8 +214,8 @@ def doctor(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="N,H,V of your batch, such as 8192,4096,151936: print the loss's memory, by default and with other "
-            "values of cache_mib, and that of stock TRL, and check nothing. N: unmasked tokens of a micro-batch."
+            help="N,H,V of your batch, such as 8192,4096,151936: print the memory of stock TRL and of the loss, for "
+            "several values of cache_mib, and check nothing. N: unmasked tokens of a micro-batch."
         ),
     ] = None,
     model: Annotated[
@@ -242,8 +242,8 @@ def doctor(
     zero_advantage: Annotated[
         float | None,
         typer.Option(
-            help="With --memory: share of the tokens, such as 0.5, in answers with advantage 0. GSPOTrainer does not "
-            "run them. (default: 0)"
+            help="With --memory: share of the tokens, such as 0.5, in answers with advantage 0, which GSPOTrainer does "
+            "not run. (default: 0)"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,

@@ -366,8 +366,8 @@ class FusedHead:
 def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse packed sequences that would attend to each other.
 
-    transformers keeps sequences apart where position_ids begin again, but ignores this with a cache or an
-    attention_mask [B, T], without an error. Attention of the flash-attn package always keeps them apart.
+    transformers keeps sequences apart where position_ids begin again. With a cache or an attention_mask [B, T] it
+    silently does not, unless attention is that of the flash-attn package.
     """
     if torch.compiler.is_compiling():  # reading values would break the graph
         return
@@ -381,14 +381,15 @@ def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if use_cache and model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         use_cache = False  # as in transformers
-    if not has_mask and not use_cache and inputs.get("past_key_values") is None:
-        return
     if not isinstance(positions, Tensor) or positions.ndim != 2:
         return
-    # Several rows are rarely packed, and reading the values on a GPU makes the host wait. transformers does so, too.
-    if "flash" in str(getattr(config, "_attn_implementation", "")) or not (
-        len(positions) == 1 or values_are_checked(positions.device)
-    ):
+    if not has_mask and not use_cache and inputs.get("past_key_values") is None:
+        return
+    if "flash" in str(getattr(config, "_attn_implementation", "")):
+        return
+    # On a GPU, the host waits for the values. So check only single rows, because several rows are rarely packed.
+    # transformers waits for single rows, too, if there is neither a mask nor a cache.
+    if len(positions) > 1 and not values_are_checked(positions.device):
         return
     begins = positions[:, 1:] <= positions[:, :-1]
     if has_mask and mask.shape == positions.shape:  # positions of padding may be anything

@@ -50,9 +50,9 @@ class LogProbsByPrecision(NamedTuple):
 class ClipNoise(NamedTuple):
     """Clip decisions that rounding changes. All fields are sums: add up several measurements field by field.
 
-    There is one decision per answer with ratio="sequence", otherwise one per token: whether its gradient is clipped.
-    Answers and tokens whose advantage is 0 do not count. The decision of an answer changes if that of any of its tokens
-    does, which matters only if advantages differ inside the answer.
+    A decision is whether a gradient is clipped: one per answer with ratio="sequence", otherwise one per token. Answers
+    and tokens with advantage 0 do not count. If advantages differ inside an answer, its decision counts as changed as
+    soon as one of its tokens is clipped differently.
     """
 
     decisions: float
@@ -258,8 +258,8 @@ def clip_noise(
         Checks("clip_noise").fail("objective", expected, Unquoted(f"surrogate={objective.surrogate!r}"))
     of_answers = objective.ratio == "sequence"
     changes: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0, "rollout_correction": None}
-    changes["aggregation"] = "seq-mean-token-mean"  # does not matter here, and others have a warning
-    # The clip of both ratios is the same, but the gradients of "sequence" are sums over the tokens of an answer.
+    changes["aggregation"] = "seq-mean-token-mean"  # irrelevant here, and other values may warn
+    # Both ratios clip alike, but with "sequence" the gradient of each token is a sum over its answer.
     changes["ratio"] = "sequence-token" if of_answers else objective.ratio
     objective = replace(objective, **changes)
 
@@ -274,7 +274,7 @@ def clip_noise(
     live = live_tokens(advantages, mask)
 
     def count(tokens: Tensor) -> int:
-        """The number of decisions about these tokens, bool [B, T]."""
+        """Count the decisions about these tokens, bool [B, T]."""
         return int((tokens.any(1) if of_answers else tokens).sum())
 
     (used, log_ratio), (head_only, _), (exact, true_ratio) = map(decided, LogProbsByPrecision._fields)

@@ -15,7 +15,7 @@ from ..tasks.rewards import Prompt
 from .config import InputError
 
 Messages = list[dict[str, str]]
-ANSWER, REPLY = "[the-answer-of-a-turn]", "[the-reply-to-a-turn]"  # contents that can be found in a rendering
+ANSWER, REPLY = "[the-answer-of-a-turn]", "[the-reply-to-a-turn]"  # placeholders that can be found in a rendering
 
 
 def encode(policy: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -32,7 +32,7 @@ def encode(policy: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
     tokenizer = policy.tokenizer
     if tokenizer.chat_template is None:
         texts = [p if isinstance(p, str) else "\n".join(message["content"] for message in p) for p in prompts]
-        # Some tokenizers append an end-of-sequence token, after which there is nothing to continue.
+        # Some tokenizers append an end-of-sequence token, after which an answer would not continue the prompt.
         added = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         appended = len(list(takewhile(bool, reversed(added))))
         return [ids[: len(ids) - appended] for ids in tokenizer(texts)["input_ids"]]
@@ -57,7 +57,7 @@ def encode_reply(policy: Any, prompt: Prompt, reply: str, end: int) -> list[int]
 def check_replies(policy: Any, prompts: Sequence[Prompt]) -> None:
     """Check that replies can be appended to these prompts: try the chat template on each sequence of roles once.
 
-    Tokens of a dialogue are never rendered again. So a message must be rendered identically, whatever follows it.
+    Earlier turns are never rendered again, so a message must look the same whatever follows it.
 
     Raises:
         InputError: the chat template fails, or does not preserve prefixes.
@@ -70,7 +70,7 @@ def check_replies(policy: Any, prompts: Sequence[Prompt]) -> None:
         asked = messages[:-1] if is_begun(messages) else messages
         if asked:
             # The two differ where the assistant's turn begins.
-            start = common(rendered(policy, asked), rendered(policy, asked, begin=False))
+            start = common_prefix(rendered(policy, asked), rendered(policy, asked, begin=False))
             if not rendered(policy, [*answered(messages), user(REPLY)]).startswith(start):
                 refuse(messages, "renders the prompt differently when an answer and a reply follow it")
 
@@ -79,8 +79,7 @@ def messages_of(prompt: Prompt) -> Messages:
     return [user(prompt)] if isinstance(prompt, str) else prompt
 
 
-def common(a: str, b: str) -> str:
-    """The longest common prefix."""
+def common_prefix(a: str, b: str) -> str:
     return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -134,7 +133,7 @@ def reply_text(policy: Any, messages: Messages, reply: str, end: str) -> str:
     else:
         special = [token.content for token in policy.tokenizer.added_tokens_decoder.values() if token.special]
         pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-        closing = common(between, after_answer(policy, chat, begin=False))
+        closing = common_prefix(between, after_answer(policy, chat, begin=False))
         ends = list(pattern.finditer(closing))
         if not ends:  # GPT-OSS closes the last answer with another token than all other messages
             ends = [x for x in [pattern.search(between)] if x and following.lstrip().startswith(x[0])]

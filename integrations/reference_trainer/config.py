@@ -191,9 +191,9 @@ class TrainConfig:
         require("advantages", len(self.advantages) > 0, "at least one call, such as [group_advantages]")
         require("advantages", {step.call for step in self.advantages} <= set(STEPS), f"calls of {', '.join(STEPS)}")
         variables = self.chat_template_kwargs
-        mine = ", ".join(sorted(RENDERING))
+        reserved = f"none of {', '.join(sorted(RENDERING))}, which the trainer sets"
         require("chat_template_kwargs", is_json(variables), "texts as keys, and JSON values")
-        require("chat_template_kwargs", not RENDERING & variables.keys(), f"none of {mine}, which the trainer sets")
+        require("chat_template_kwargs", not RENDERING & variables.keys(), reserved)
         require("task", not self.task or self.data is None, f"'' with data={self.data}, which has its own prompts")
         if self.routing_replay and self.gradient_checkpointing:
             presets = "the presets 1b-10b and moe set it to true"
@@ -311,7 +311,7 @@ def typed(name: str, kind: str, value: Any) -> Any:
 
 
 def is_json(value: Any) -> bool:
-    """True if a value is the same after it has been written to a JSON file."""
+    """True if a value survives a round trip through JSON."""
     try:
         return json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):

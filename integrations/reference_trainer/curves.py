@@ -40,7 +40,7 @@ def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
             axes = next(panels)
             draw_steps(axes, rows, lambda row, name=name: row[name])
             axes.set_title(title)
-            top = max(axes.dataLim.y1, 0.0) or 1.0  # dataLim: of no points -inf
+            top = max(axes.dataLim.y1, 0.0) or 1.0  # dataLim is -inf without points
             axes.set_ylim(-0.04 * top, 1.04 * top)  # the border would cut a line that lies on it
         for axes in panels:
             axes.set_visible(False)

@@ -194,10 +194,16 @@ def import_source(source: str) -> Any:
 
 
 def code_of(functions: Iterable[Callable[..., Any] | None]) -> dict[str, str]:
-    """Digests of the code of functions (or None), by file: a function's file, and files of its folder that it imports.
+    """Compute digests of the files that define functions, and of the files in their folders that these import.
 
-    A file that is run as a script, or belongs to this package, may change for other reasons. So of such a file only the
-    function's own lines count, by "function NAME". The digest is "" if there is no source.
+    Scripts, notebooks and files of this package may change for other reasons. For a function in one of them, the digest
+    is that of the function's own lines.
+
+    Args:
+        functions: None is left out.
+
+    Returns:
+        Digests by "file NAME" or "function NAME"; "" if there is no source.
     """
     texts: dict[str, set[str]] = {}
     for function in filter(None, functions):
@@ -216,13 +222,16 @@ def code_of(functions: Iterable[Callable[..., Any] | None]) -> dict[str, str]:
             for path in with_imports(file):
                 text = path.read_text(encoding="utf-8", errors="replace")
                 texts.setdefault(f"file {path.name}", set()).add(text)
-        except (OSError, TypeError, ImportError, SyntaxError):  # no source, or no longer that of the function
+        except (OSError, TypeError, ImportError, SyntaxError):  # no source, or it has changed since the import
             texts.setdefault(name, set())
     return {name: digest_of(sorted(of_name)) if of_name else "" for name, of_name in texts.items()}
 
 
 def with_imports(file: Path) -> Iterator[Path]:
-    """A Python file, and the files of its folder that it imports, also indirectly. Of an installed package, none."""
+    """Yield a Python file and, unless it is in an installed package, the files in its folder that it imports.
+
+    Imports count also if they are indirect or inside functions.
+    """
     yield file
     if "site-packages" in file.parts:
         return

@@ -38,7 +38,7 @@ def export(
 ) -> Path:
     """Write the model of a run to the folder `out`: weights, tokenizer, generation config and README.md, a model card.
 
-    A LoRA adapter is merged in fp32 into its base, which has the weights that it had in training. Another model is
+    A LoRA adapter is merged in fp32 into its base, which is loaded in the dtype of the training. Any other model is
     copied. The folder `out` appears only when it is complete.
 
     Args:
@@ -73,7 +73,7 @@ def export(
     if adapter and not is_adapter:
         in_memory = "its base was only in memory, so the run saved the merged model"
         reason = in_memory if options.get("lora_rank") else "the run trained all weights (lora_rank=0)"
-        raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is none: {reason}")
+        raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is not one: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)
     merge_loss = 0.0
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +143,8 @@ def usage_of_model(name: str, dtype: str, of_adapter: dict[str, Any], merge_loss
     """How to load an exported model.
 
     Args:
-        of_adapter: the options of the run if its model was an adapter, which is merged; otherwise empty.
-        merge_loss: what rounding has lost of the adapter's change (`merged`).
+        of_adapter: options of the run if the model is a merged adapter; otherwise empty.
+        merge_loss: share of the adapter's change that rounding has lost (`merged`).
     """
     origin = "The weights are those that were trained"
     if of_adapter:

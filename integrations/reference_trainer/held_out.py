@@ -85,10 +85,10 @@ def rewards_by_prompt(rewards: RewardBatch) -> Row:
 
 
 def defined_by(config: TrainConfig, policy: Policy, task: Task, code: dict[str, str]) -> Row:
-    """What defines the rewards of an evaluation besides the weights of the policy. Texts are digests.
+    """Collect everything that defines the rewards of an evaluation, except the policy's weights. Strings are digests.
 
-    `code` has those of the task's functions, from `code_of`. Prompts count as the policy reads them, so they cover
-    tokenizer, chat template and `max_prompt_tokens`. Options of sampling are missing because evaluations are greedy.
+    `code` has the digests of the task's functions (`code_of`). The token ids of the prompts also cover tokenizer and
+    `max_prompt_tokens`. Sampling options are left out, because evaluations are greedy.
     """
     rewards = task.rewards
     prompts = encode(policy, [example.prompt for example in task.held_out])
@@ -105,7 +105,7 @@ def defined_by(config: TrainConfig, policy: Policy, task: Task, code: dict[str, 
 
 
 def changes_between(then: Row, now: Row) -> str:
-    """Say how what defines the rewards of an evaluation (`defined_by`) has changed; "" if it has not."""
+    """Describe the differences between two results of `defined_by`; "" if there are none."""
     changes = []
     for name in dict.fromkeys([*then, *now]):
         before, after = then.get(name), now.get(name)
@@ -194,10 +194,12 @@ def sentence(results: Sequence[HeldOut]) -> str:
     """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
     total, *components = results
     if total.change is None or total.start is None or total.end is None:
-        changed = (
-            f"since the first evaluation, {total.reason}" if total.reason else "the rewards changed during the run"
-        )
-        return f"{total.verdict}: {'no held-out prompt has a reward' if total.end is None else changed}"
+        why = "the rewards changed during the run"  # of an earlier version, which recorded no reason
+        if total.end is None:
+            why = "no held-out prompt has a reward"
+        elif total.reason:
+            why = f"since the first evaluation, {total.reason}"
+        return f"{total.verdict}: {why}"
     mean, low, high = (f"{x:+.3f}" for x in total.change[:3])
     prompts = total.change.prompts
     start, end = f"{total.start.mean:.3f}", f"{total.end.mean:.3f}"

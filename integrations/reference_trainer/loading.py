@@ -71,8 +71,7 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
     Without `config`, load in fp32.
 
     Args:
-        merge: if the folder holds an adapter, merge it into its base model. Otherwise it stays the adapter that was
-            trained, and its weights can be trained.
+        merge: merge an adapter into its base model. If False, return the base with the trainable adapter.
 
     Raises:
         InputError: there is no such checkpoint, it cannot be loaded, or `make_policy` refuses it.
@@ -169,7 +168,7 @@ def quantization(config: TrainConfig) -> Any:
 def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
     """Add LoRA and gradient checkpointing to a model if `config` asks for them. Return its Policy.
 
-    A model that has an adapter gets no other one.
+    A model that already has an adapter keeps it and gets no other.
     """
     if config.lora_rank and base_model(model) is model:
         model = with_lora(model, config)
@@ -202,9 +201,9 @@ def with_lora(model: Any, config: TrainConfig) -> Any:
 
 
 def experts_without_lora(model: nn.Module) -> str | None:
-    """A line that says which share of the weights are experts that LoRA leaves as they are. None if there are none.
+    """Say which share of the weights are fused experts, which LoRA does not train. None if there are none.
 
-    transformers stores the experts of a layer as 3-dimensional parameters, which are no linear layers.
+    transformers stores the experts of a layer as 3-dimensional parameters instead of linear layers.
     """
     weights = {name: p for name, p in model.named_parameters() if "lora_" not in name}
     experts = {name: p.numel() for name, p in weights.items() if p.ndim == 3 and not p.requires_grad}

@@ -40,7 +40,7 @@ class Policy:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     checkpointing: bool = False  # recompute activations in the backward
-    merge_loss: float = 0.0  # share of the change by an adapter that rounding the merged weights has lost (`merged`)
+    merge_loss: float = 0.0  # share of an adapter's change that rounding the merged weights has lost (`merged`)
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
 
     @property
@@ -181,7 +181,7 @@ def merged(adapted: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, float
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
-    """Convert the weights of a model in place. Buffers keep their dtype, because rounding would change positions."""
+    """Convert a model's weights in place. Buffers keep their dtype: rounded rotary frequencies would move positions."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     return model

@@ -120,7 +120,7 @@ class Learner:
         self.optimizer = Optimizer(policy, config)
         self.running = RunningMoments()
         self.start: Row | None = None  # the rewards of the evaluation before the first step
-        self.incomparable = ""  # how what defines these rewards has changed since
+        self.incomparable = ""  # why later rewards cannot be compared with these
 
     def seed_generators(self, step: int) -> None:
         """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
@@ -213,7 +213,9 @@ class Learner:
         check_failures(together, when, self.say, allowed=step > 0)
         if not step and not any(together.scored):
             names = " and ".join(map(repr, together.components))
-            raise TrainingError(f"the reward {names} returned None for all {len(together.total)} answers in {when}")
+            raise TrainingError(
+                f"no answer has a reward: {names} returned None for all {len(together.total)} answers in {when}"
+            )
         now = rewards_by_prompt(together)
         metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
         if self.incomparable:
@@ -329,13 +331,13 @@ class Training(Learner):
             )
         now = self.defined_by()
         for name in [name for name, digest in now.items() if digest == ""]:
-            self.progress.say(f"resume: the source of the {name} cannot be read, so changes of it go unnoticed")
+            self.progress.say(f"resume: the source of the {name} cannot be read, so changes to it go unnoticed")
         if then := first.get("eval_defined_by"):
             self.incomparable = changes_between(then, now)
         else:  # of an earlier version
             self.progress.say(
                 "resume: the run does not record the code of its rewards, the chat template and max_new_tokens of the "
-                "evaluation before the first step, so changes of them go unnoticed"
+                "evaluation before the first step, so changes to them go unnoticed"
             )
             same = start["components"].keys() == self.task.rewards([], []).components.keys()
             totals = self.task.rewards.totals(start["components"], prompts) if same else start["total"]

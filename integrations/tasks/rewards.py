@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 TURNS = "turns"  # the name under which rewards of turns are logged
-PATIENCE = 30.0  # seconds in the rewards of a batch after which a line says so
+PATIENCE = 30.0  # seconds that the rewards of a batch may take before a line says so
 LARGEST = 3.4028234663852886e38  # of a reward: the largest finite float32
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
@@ -332,11 +332,9 @@ class Rewards:
 
         def report() -> None:
             self.patience[name] = 2 * seconds
-            at = (
-                f"answer {len(begun)} of {len(completions)}, {begun[-1][:60]!r}"
-                if begun
-                else f"all {len(completions)} answers"
-            )
+            at = f"all {len(completions)} answers"
+            if begun:
+                at = f"answer {len(begun)} of {len(completions)}, {begun[-1][:60]!r}"
             print(f"still waiting after {seconds:g} s for the reward {name!r} of {at}", file=sys.stderr, flush=True)
 
         timer = threading.Timer(seconds, report)

@@ -102,13 +102,13 @@ def head(
         labels: [B, T] int64, already shifted.
         temperature: [B, T].
         sampling_mask: [B, T, K] int32 or int64, padded with -1: the ids that a truncating sampler kept for each label.
-            As in prime-rl, log-probs are over these ids, except where there are none or the label is not among them.
+            As in prime-rl, log-probs are over these ids, or over the vocabulary if the label is not among them.
         options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Bind them with
             `functools.partialmethod`.
 
     Returns:
-        "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient, and is over the vocabulary
-        also with a sampling_mask. There, it takes another forward pass over the vocabulary.
+        "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient and is over the vocabulary.
+        With a sampling_mask, it takes another forward pass over the vocabulary.
     """
     operands = hidden_states, layer.weight, labels
     options |= {"logit_softcap": getattr(layer, "softcap", None), "temperature": temperature}

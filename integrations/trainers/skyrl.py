@@ -89,8 +89,8 @@ def loss(
 def _logged(out: LossOutput) -> dict[str, float]:
     """Our metrics as "gspo/<name>", without counts, and SkyRL's `clip_ratio`.
 
-    SkyRL averages them over micro-batches, but takes the minimum and the maximum of names that end in _min and _max.
-    So in a micro-batch without ratios, `ratio_min` is inf and `ratio_max` is -inf, instead of 1.
+    SkyRL averages metrics over micro-batches, except that it takes the minimum of names that end in _min and the
+    maximum of names that end in _max. So a micro-batch without ratios has inf and -inf there, instead of 1.
     """
     names = [name for name in out.metrics if name not in COUNTS]
     values = torch.stack([out.metrics[name].double() for name in (*names, "ratios")]).tolist()

@@ -272,9 +272,10 @@ def loss(
 
 
 def _sums(out: LossOutput, objective: Objective) -> dict[str, Tensor]:
-    """Our metrics as sums. Those over tokens are named "gspo/<name>_sum".
+    """Our metrics as sums: over samples named "gspo/<name>", over tokens named "gspo/<name>_sum".
 
-    A sum over samples that slime divides by the number of samples is their mean. Extremes do not add up.
+    slime divides all of them by the number of samples, which turns sums over samples into means. Minima and maxima are
+    left out, because they do not add up.
     """
     sums = {f"gspo/{name}": out.metrics[name] for name in ("tokens", "sequences", "invalid")}
     for name, x in out.metrics.items():

@@ -23,9 +23,8 @@ class ClipNoiseCallback(TrainerCallback):
         trainer.add_callback(ClipNoiseCallback(trainer, every=50))
 
     A few answers of each measured rollout's last mini-batch are scored twice: before the rollout's first update and
-    before its last one. Each time they are scored in the trainer's precision and in fp32, in evaluation mode. If the
-    model trains with dropout, the log-probs in TRL's loss contain dropout, and the callback counts the decisions that
-    rounding would change without it. The training has the same bits as without the callback. The logs get
+    before its last one. Each time they are scored in the trainer's precision and in fp32, without dropout, even if the
+    model trains with it. The callback does not change a bit of the training. The logs get
     `gspo/clip_noise`, its parts `gspo/clip_noise_body` and `gspo/clip_noise_head`, and `gspo/clip_noise_log_ratio`, the
     error of log-ratios in nats. A single share is coarse: average over the training.
 

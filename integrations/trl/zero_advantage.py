@@ -73,7 +73,7 @@ def check_skipping(place: str, trainer: Any, requested: bool | None) -> None:
 
 
 def skipping(trainer: Any, requested: bool | None) -> Skipping:
-    """Decide by the present settings of trainer and model, which callbacks may change, what skips the model.
+    """Decide from the current settings of trainer and model, which callbacks may change, whether answers are skipped.
 
     Args:
         requested: None means the setting of the trainer's GSPOConfig or, if that is None too, wherever it is exact.
@@ -93,7 +93,7 @@ def _wanted(trainer: Any, requested: bool | None) -> bool | None:
 
 
 def _inexact_setting(trainer: Any) -> str | None:
-    """Name what gives answers with advantage 0 a gradient, or changes other gradients if these answers do not run."""
+    """Name a reason why answers with advantage 0 have a gradient, or why skipping them changes other gradients."""
     args = trainer.args
     names = (_COMPUTE_LOSS, "compute_loss", METHOD)
     overrides = [name for name in names if method_before(trainer, name) is not getattr(GRPOTrainer, name)]
@@ -217,7 +217,7 @@ class LiveAnswers:
             replace_method(trainer, name, ours)
 
     def decide(self) -> None:
-        """Read all settings on which skipping, cropping and moving depend. Each batch keeps the answer."""
+        """Decide again about skipping, cropping and moving, for the next batch."""
         self.skipping = skipping(self.trainer, self.requested)
 
     def _skips(self) -> bool:

@@ -186,7 +186,7 @@ def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.Mon
 def test_the_line_of_the_trainers_names_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, H100)
     line = BackwardSettings().describe(torch.device("cuda"))
-    assert line == "gradient_budget=0, cache_mib=at most 1266 (default)"
+    assert line == "gradient_budget=0, cache_mib<=1266 (default)"
     assert BackwardSettings().describe(torch.device("cpu")) == "gradient_budget=0, cache_mib=0 (default)"
     assert BackwardSettings(1e-3, 5).describe(torch.device("cuda")) == "gradient_budget=0.001, cache_mib=5"
     monkeypatch.setenv("GSPO_CACHE_MIB", "3")

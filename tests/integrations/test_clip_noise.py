@@ -264,7 +264,8 @@ def test_gspo_train_has_the_same_bits_when_it_measures(tmp_path: Path, monkeypat
     forward = Qwen3MLP.forward
     monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.1, training=True))
     options: dict[str, Any] = {"prompts_per_step": 8, "eval_prompts": 4, "precision": "autocast", "device": "cpu"}
-    measuring = {"clip_noise_every": 1, "eval_every": 1, "samples": 0, "checkpoint_every": 1, "warn_after": 1}
+    every_step = ("clip_noise_every", "eval_every", "checkpoint_every", "warn_after")
+    measuring: dict[str, Any] = {**dict.fromkeys(every_step, 1), "samples": 0}
     if find_spec("tensorboard"):
         measuring["report_to"] = ("tensorboard",)
 

@@ -517,7 +517,7 @@ class EqualRewards:
         if self.zeroes:
             return f"{noise} They are set to 0, unless GSPOConfig(zero_equal_rewards=False) keeps them"
         return (
-            f"{noise} frac_reward_zero_std does not count these groups, they run through the model, and their noise "
+            f"{noise} frac_reward_zero_std may miss these groups, they run through the model, and their noise "
             "moves the weights. GSPOTrainer sets such advantages to 0; accelerate_trainer keeps TRL's"
         )
 

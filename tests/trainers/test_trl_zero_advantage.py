@@ -23,6 +23,7 @@ import datasets
 import transformers
 import trl
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from packaging.version import Version
 from tolerance import (
     LOSS_PER_ADVANTAGE,
     MODEL_GRADIENT_RELATIVE,
@@ -695,7 +696,7 @@ def equal_rewards(prompts: list[str], **_: Any) -> list[float]:
 EQUAL: dict[str, tuple[Any, bool, str]] = {
     "GSPOTrainer": (GSPOTrainer, True, "They are set to 0, unless GSPOConfig(zero_equal_rewards=False) keeps them"),
     "GSPOTrainer, TRL's advantages": (GSPOTrainer, False, ""),
-    "accelerate_trainer": (GRPOTrainer, True, "frac_reward_zero_std does not count these groups"),
+    "accelerate_trainer": (GRPOTrainer, True, "frac_reward_zero_std may miss these groups"),
 }
 
 
@@ -719,7 +720,8 @@ def test_equal_rewards_move_weights_in_stock_trl_only(
         assert (rows, shares) == ({0}, {1})
     else:
         assert moved > 1e-3 and min(map(abs, trainer._logs["advantages"])) > 1e-5
-        assert (rows, shares) == ({1}, {0})
+        is_rounded = Version(trl.__version__) >= Version("1.0")  # TRL's deviation of eight rewards of 0.7
+        assert (rows, shares) == ({1}, {0 if is_rounded else 1})
 
 
 @pytest.mark.parametrize(

@@ -258,15 +258,14 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(name: str) -> str:
-    """A suggestion for a message: our equivalent of a TRL name, or the option that is most similar or abbreviated."""
+    """Suggest an option: our equivalent of an option of TRL, the most similar name, or what `name` abbreviates."""
     names = [*TYPES, *OBJECTIVE, "objective", "preset"]
     similar = get_close_matches(name, [*TRL_NAMES, *names], 1, 0.75)
     if similar and similar[0] in TRL_NAMES:
         return f" (TRL's {similar[0]} is {TRL_NAMES[similar[0]]} here)"
-    for option in names:
-        initials = "".join(word[:1] for word in option.split("_"))
-        if not similar and len(name) > 1 and (option.startswith(name) or name == initials):
-            similar = [option]
+    if not similar and len(name) > 1:
+        initials = {option: "".join(word[:1] for word in option.split("_")) for option in names}
+        similar = [option for option in names if option.startswith(name) or initials[option] == name]
     return f" (is it {similar[0]!r}?)" if similar else ""
 
 

@@ -208,13 +208,8 @@ def accelerate_trainer(
     return _accelerate(place, trainer, settings, skip_zero_advantage)
 
 
-def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skips: bool | None) -> Trainer:
-    """Fuse the trainer's models and replace its methods.
-
-    Args:
-        place: the function or class that the user called, for messages.
-        skips: the argument `skip_zero_advantage`.
-    """
+def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skip_zero_advantage: bool | None) -> Trainer:
+    """Fuse the trainer's models and replace its methods. `place` is the function or class that the user called."""
     models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
     fused_before = [is_fused(base) for base in models]
@@ -242,7 +237,7 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skips:
             EqualRewards(trainer, zeroes=isinstance(trainer, GSPOTrainer))
     live: LiveAnswers = vars(trainer)[_LIVE]
     before = live.skipping
-    live.requested = skips
+    live.requested = skip_zero_advantage
     live.decide()
     if previous != settings or live.skipping != before:
         print_settings(place, trainer, heads[0], settings, live.skipping.description)

@@ -108,7 +108,8 @@ def _inexact_setting(trainer: Any) -> str | None:
         "fp8": trainer.accelerator.mixed_precision == "fp8",  # the scale of a tensor depends on all rows
         "a processor of images": isinstance(trainer.processing_class, ProcessorMixin),
     }
-    return next((reason for reason, applies in reasons.items() if applies), interaction_of_rows(trainer.model))
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    return reason or interaction_of_rows(trainer.model)
 
 
 def _dependence_on_length(trainer: Any) -> str | None:

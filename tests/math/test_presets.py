@@ -372,7 +372,8 @@ def test_advantages_that_differ_inside_a_sequence_are_warned_of_once(packed: boo
         for other in ({"ratio": "sequence-token"}, {"ratio": "token"}, {"surrogate": "cispo", "ratio": "sequence"}):
             loss(per_turn, **other)
         loss(torch.where(mask, per_turn[:, :1], 9.0))  # only masked tokens differ
-        torch.compile(loss, fullgraph=True, backend="eager")(per_turn)  # which reads no values
+        if not packed:
+            torch.compile(loss, fullgraph=True, backend="eager")(per_turn)  # which reads no values
     with pytest.warns(UserWarning, match="policy_loss: advantages differ inside a sequence.*sequence-token") as caught:
         for _ in range(2):
             loss(per_turn)

@@ -167,7 +167,7 @@ def accelerate_trainer(
     gspo/rows_run, the share of the answers on all ranks that ran through the model, and TRL's `entropy` is the mean
     over these answers. `restore_trainer` undoes this function.
 
-    The settings on which skipping depends are read before each batch, so callbacks may change them. The advantages stay
+    The settings on which skipping depends are read before each optimizer step, so callbacks may change them. The advantages stay
     TRL's. If rounding gives groups with equal rewards an advantage other than 0, the main process prints one line.
 
     Args:

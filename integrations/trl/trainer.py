@@ -168,7 +168,8 @@ def accelerate_trainer(
     over these answers. `restore_trainer` undoes this function.
 
     The settings on which skipping depends are read before each optimizer step, so callbacks may change them. The
-    advantages stay TRL's. If rounding gives groups with equal rewards an advantage other than 0, the main process prints one line.
+    advantages stay TRL's. If rounding gives groups with equal rewards an advantage other than 0, the main process
+    prints one line.
 
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the

@@ -125,7 +125,7 @@ def reply_text(policy: Any, messages: Messages, reply: str, end: str) -> str:
     """
     chat = answered(messages)
     tail, example = (after_answer(policy, [*chat, user(text)]) for text in (reply, REPLY))
-    between, found, following = example.partition(REPLY)
+    between, found, _ = example.partition(REPLY)
     if not found:
         refuse(messages, "does not render the reply to an answer")
     if end in between:
@@ -136,7 +136,8 @@ def reply_text(policy: Any, messages: Messages, reply: str, end: str) -> str:
         closing = common_prefix(between, after_answer(policy, chat, begin=False))
         ends = list(pattern.finditer(closing))
         if not ends:  # GPT-OSS closes the last answer with another token than all other messages
-            ends = [x for x in [pattern.search(between)] if x and following.lstrip().startswith(x[0])]
+            after_reply = after_answer(policy, [*chat, user(REPLY)], begin=False).partition(REPLY)[2].lstrip()
+            ends = [x for x in [pattern.search(between)] if x and after_reply.startswith(x[0])]
         place = ends[-1].end() if ends else 0
     if tail[:place] != between[:place]:
         refuse(messages, f"ends the assistant's message differently before the reply {reply[:60]!r}")
@@ -152,5 +153,5 @@ def name_of(messages: Messages) -> str:
 def refuse(messages: Messages, fault: str) -> None:
     raise InputError(
         f"prompt {name_of(messages)}: expected a chat template that renders a message identically, whatever "
-        f"follows it, because the task replies to answers. The tokenizer's {fault}"
+        f"follows it, because the task replies to answers. The tokenizer's template {fault}"
     )

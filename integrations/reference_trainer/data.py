@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -9,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -227,21 +227,37 @@ def code_of(functions: Iterable[Callable[..., Any] | None]) -> dict[str, str]:
     return {name: digest_of(sorted(of_name)) if of_name else "" for name, of_name in texts.items()}
 
 
-def with_imports(file: Path) -> Iterator[Path]:
-    """Yield a Python file and, unless it is in an installed package, the files in its folder that it imports.
+def with_imports(file: Path) -> set[Path]:
+    """Find a Python file and, unless it is in an installed package, the files in its folder that it imports.
 
     Imports count also if they are indirect or inside functions.
     """
-    yield file
+    file = file.absolute()
+    found, unread = {file}, [file]
     if "site-packages" in file.parts:
-        return
+        return found
     folder = file.parent
-    while (folder / "__init__.py").is_file():  # a package is imported from the folder above it
+    while (package := folder / "__init__.py").is_file():  # a package is imported from the folder above it
+        found.add(package)
+        unread.append(package)
         folder = folder.parent
-    finder = ModuleFinder([str(folder)], excludes=["gspo_kernels"])
-    if folder == file.parent:
-        finder.run_script(str(file))
-    else:
-        finder.import_hook(".".join(file.relative_to(folder).with_suffix("").parts))
-    modules: list[Any] = [module for module in finder.modules.values() if getattr(module, "__file__", None)]
-    yield from sorted({Path(module.__file__) for module in modules} - {file})
+    while unread:
+        for base, names in imports_of(unread.pop(), folder):
+            # Each part of a.b.c may be a module or a package, which need not have an __init__.py.
+            places = [base.joinpath(*names[: count + 1]) for count in range(len(names))]
+            files = {x for place in places for x in (place.with_suffix(".py"), place / "__init__.py") if x.is_file()}
+            unread += files - found
+            found |= files
+    return found
+
+
+def imports_of(path: Path, folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the names a.b.c that a file imports, split at the dots, each with the folder that has a."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from ((folder, names) for x in node.names if (names := x.name.split("."))[0] != "gspo_kernels")
+        elif isinstance(node, ast.ImportFrom):
+            base = path.parents[node.level - 1] if node.level else folder
+            module = node.module.split(".") if node.module else []
+            if module[:1] != ["gspo_kernels"]:
+                yield from ((base, [*module, alias.name]) for alias in node.names)

@@ -317,10 +317,11 @@ def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch:
 
 def test_the_code_of_a_reward_is_its_files_or_its_lines(tmp_path: Path) -> None:
     (package := tmp_path / "mine").mkdir()
-    for name, text in [("__init__", ""), ("near", "import json"), ("far", "X = 1")]:
+    (tmp_path / "plain").mkdir()  # without an __init__.py, as a folder of logs that has the name of a package
+    for name, text in [("__init__", ""), ("near", "import json"), ("far", "X = 1"), ("../plain/deep", "")]:
         (package / f"{name}.py").write_text(text)
     (package / "rewards.py").write_text(
-        "import torch\nfrom . import near\ndef f(text):\n    from mine.far import X\nclass C:\n"
+        "import torch, plain.deep\nfrom . import near\ndef f(text):\n    from mine.far import X\nclass C:\n"
         "    def __call__(self, text):\n        return 1\nc = C()\n"
     )
     sys.path.insert(0, str(tmp_path))
@@ -328,7 +329,7 @@ def test_the_code_of_a_reward_is_its_files_or_its_lines(tmp_path: Path) -> None:
         functions = [load_reward(f"mine.rewards:{name}").function for name in ("f", "c")]
     finally:
         sys.path.remove(str(tmp_path))
-    files = {f"file {name}.py" for name in ("rewards", "__init__", "near", "far")}
+    files = {f"file {name}.py" for name in ("rewards", "__init__", "near", "far", "deep")}
     before, of_object = (code_of([partial(function), None]) for function in functions)
     assert set(before) == files and of_object == before
     (package / "far.py").write_text("X = 2")
@@ -502,6 +503,10 @@ FOLDER = Path(TRL.origin).parent / "chat_templates" if TRL else Path("nowhere")
 TEMPLATES = sorted(FOLDER.glob("*.jinja"))  # none in old releases
 SPECIAL = re.compile(r"<[^<>\s]+>")
 SYSTEM, QUESTION = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many legs?"}
+WITHOUT_ENDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 BEGUN, SAID = {"role": "assistant", "content": "It is "}, {"role": "assistant", "content": "It is eight"}
 
 
@@ -550,12 +555,13 @@ def test_a_reply_is_what_the_template_writes_between_two_turns(path: Path) -> No
         ("cohere2", "<eos>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>No.<|END_OF_TURN_TOKEN|>"),
         ("glm4moe", "<|endoftext|>", "<|user|>\nNo.<|assistant|>"),  # only a user message writes <|user|>
         ("glm4moe", "<|user|>", "\nNo.<|assistant|>"),
+        ("without_ends", "<eos>", "\n<|im_start|>user\nNo.\n<|im_start|>assistant\n"),
     ],
 )
 def test_any_end_token_stands_for_the_end_of_a_turn(name: str, end: str, expected: str) -> None:
     if not TEMPLATES:
         pytest.skip("no release of TRL with chat templates is installed")
-    template = (FOLDER / f"{name}.jinja").read_text()
+    template = WITHOUT_ENDS if name == "without_ends" else (FOLDER / f"{name}.jinja").read_text()
     policy = encoder(template, end, *SPECIAL.findall(template))
     ids = encode_reply(policy, "How many legs?", "No.", policy.tokenizer.convert_tokens_to_ids(end))
     assert policy.tokenizer.decode(ids).startswith(expected)

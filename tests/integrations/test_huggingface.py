@@ -28,6 +28,7 @@ from gspo_kernels.integrations.huggingface import (
     head_options,
     logit_options,
 )
+from gspo_kernels.integrations.huggingface.fused_head import _check_packed
 
 PLAIN = {"logit_scale": 1.0, "logit_softcap": None, "vocab_size": 96}
 EIGHT = {"head_dim": 8}
@@ -578,6 +579,16 @@ def test_packed_sequences_are_kept_apart_or_refused() -> None:
             model(
                 *args, **({} if positional else packed | {"attention_mask": ones}), use_cache=False, with_head=log_probs
             )
+
+    own_mask = torch.block_diag(*[torch.ones(8, 8).tril()] * 3).bool()[None, None]  # with or without a cache
+    for mask in (own_mask, {"full_attention": own_mask}):
+        result = model(**packed, attention_mask=mask, with_head=log_probs).result
+        torch.testing.assert_close(result.view(3, 8), lp)
+    model.config._attn_implementation = "flash_attention_2"  # which ignores positions only in a padded row
+    _check_packed(model, (), packed | {"attention_mask": ones})
+    with pytest.raises(ValueError, match="attention_mask must be None for packed sequences"):
+        _check_packed(model, (), packed | {"attention_mask": ones.index_fill(1, torch.tensor(23), 0)})
+    model.config._attn_implementation = "sdpa"
 
     model.train().gradient_checkpointing_enable({"use_reentrant": False})  # transformers switches off the cache
     torch.testing.assert_close(model(**packed, with_head=log_probs).result.view(3, 8), lp)

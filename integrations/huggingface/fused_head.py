@@ -366,14 +366,9 @@ class FusedHead:
 def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse packed sequences that would attend to each other.
 
-<<<<<<< HEAD
     transformers keeps sequences apart where position_ids begin again. With a cache or an attention_mask [B, T] it
-    silently does not, unless attention is that of the flash-attn package.
-=======
-    transformers keeps sequences apart where position_ids begin again, but ignores this with a cache or an
-    attention_mask [B, T], without an error. Attention of the flash-attn package keeps the sequences of one row apart if
-    the row has no padding. Masks that the caller has built, such as [B, 1, T, T], are used as they are.
->>>>>>> 270a2eb (Packed calls with the caller's own attention mask are accepted, with flash attention and padding refused)
+    silently does not. The attention of the flash-attn package does, unless the row has padding. Masks that the caller
+    has built, such as [B, 1, T, T], are used as they are.
     """
     if torch.compiler.is_compiling():  # reading values would break the graph
         return
@@ -383,29 +378,24 @@ def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     positions = inputs.get("position_ids")
     mask: Any = inputs.get("attention_mask")
     has_mask = isinstance(mask, Tensor) and mask.ndim == 2
-    if mask is not None and not has_mask:
-        return
     use_cache = inputs.get("use_cache")
     use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
     if use_cache and model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         use_cache = False  # as in transformers
     if not isinstance(positions, Tensor) or positions.ndim != 2:
         return
-<<<<<<< HEAD
+    if not has_mask and inputs.get("attention_mask") is not None:
+        return
     if not has_mask and not use_cache and inputs.get("past_key_values") is None:
         return
-    if "flash" in str(getattr(config, "_attn_implementation", "")):
+    is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+    if is_flash and (not has_mask or len(positions) > 1):
         return
     # On a GPU, the host waits for the values. So check only single rows, because several rows are rarely packed.
     # transformers waits for single rows, too, if there is neither a mask nor a cache.
     if len(positions) > 1 and not values_are_checked(positions.device):
-=======
-    # Several rows are rarely packed, and reading the values on a GPU makes the host wait. transformers does so, too.
-    is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
-    if len(positions) > 1 and (is_flash or not values_are_checked(positions.device)):
         return
-    if is_flash and (not has_mask or mask.all()):
->>>>>>> 270a2eb (Packed calls with the caller's own attention mask are accepted, with flash attention and padding refused)
+    if is_flash and mask.all():
         return
     begins = positions[:, 1:] <= positions[:, :-1]
     if has_mask and mask.shape == positions.shape:  # positions of padding may be anything

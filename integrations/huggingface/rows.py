@@ -35,9 +35,10 @@ def interaction_of_rows(model: nn.Module) -> str | None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"batch normalization in {name}"
         for key, value in vars(module).items():  # such as Qwen2Attention.attention_dropout and Mixtral's jitter_noise
-            is_rate = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_rate and value > 0 and ("drop" in key or "jitter" in key):
-                return f"{key}={value} in {name}"
+            if "drop" in key or "jitter" in key:
+                is_rate = isinstance(value, int | float) and not isinstance(value, bool)
+                if is_rate and value > 0:
+                    return f"{key}={value} in {name}"
     return separate_experts(model)
 
 
@@ -47,7 +48,7 @@ def separate_experts(model: nn.Module) -> str | None:
     An expert that no token uses has a gradient of None instead of 0, and AdamW does not update its weights at all.
     """
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "experts", None), nn.ModuleList):
+        if isinstance(module._modules.get("experts"), nn.ModuleList):
             return f"experts that are separate modules in {name}"
     return None
 

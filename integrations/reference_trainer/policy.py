@@ -176,6 +176,9 @@ def merged(adapted: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, float
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")
         model = cast(adapted.merge_and_unload(), dtype)
+    left = [name for name, module in model.named_modules() if is_a(module, "peft")]
+    if left:  # such as one of two adapters of a layer
+        raise InputError(f"model: PEFT cannot merge the adapter: it leaves a part of it in {left[0]}")
     model.name_or_path = ""  # these weights are in no folder
     return model, math.sqrt(lost / change) if change else 0.0
 

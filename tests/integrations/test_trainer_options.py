@@ -355,6 +355,19 @@ def test_merging_adapters_of_tied_embeddings_keeps_the_logits(tmp_path: Path, tu
         assert is_tied == merged.config.tie_word_embeddings == (not sides)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Attempting to merge")
+def test_an_adapter_that_is_merged_in_part_is_refused() -> None:
+    """PEFT ties the trained tokens of the embeddings to the head, whose LoRA it then does not merge."""
+    import peft
+
+    config = policy.demo_policy().model.config
+    config.tie_word_embeddings = True
+    sides = {"target_modules": ["lm_head"], "trainable_token_indices": {"embed_tokens": [3, 5]}}
+    adapted: Any = peft.get_peft_model(Qwen3ForCausalLM(config), peft.LoraConfig(r=4, **sides))
+    with pytest.raises(InputError, match="PEFT cannot merge the adapter: it leaves a part of it in lm_head"):
+        policy.merged(adapted)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_have_fp32_masters(tmp_path: Path, dtype: torch.dtype) -> None:
     config = small(tmp_path, precision={torch.bfloat16: "bf16"}.get(dtype, "fp16"), learning_rate=1e-5)

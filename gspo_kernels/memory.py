@@ -192,7 +192,9 @@ def largest_default_cache(head: HeadRows, needs: NeedsGradient, backend: str, we
         weight_item: bytes per element of the weight before autocast casts it; 0: it is not cast.
     """
     rows, width = head.hidden.shape
-    vocab, item, frozen = _rows_of_weight(head), head.hidden.dtype.itemsize, not needs.weight
+    vocab = _rows_of_weight(head)
+    item = head.hidden.dtype.itemsize
+    frozen = not needs.weight
     cast = (rows + vocab) * width * item if weight_item else 0
     replaced = full_logits_bytes(rows, width, vocab, item, frozen) + cast
     if not head.shard:

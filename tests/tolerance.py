@@ -131,6 +131,10 @@ MERGED_LOGIT_ABSOLUTE = 1e-3
 
 # fp32 log-probs over kept sets and of extra ids, compared with a formula or with another trainer's.
 KEPT_VALUE_RELATIVE, KEPT_VALUE_ABSOLUTE = 1e-5, 1e-6
+# A teacher's KL with one outcome for all other ids. Its probability, at least 1e-4, is off by up to 1e-5 in fp32.
+TAIL_KL_RELATIVE, TAIL_KL_ABSOLUTE = 1e-2, 0.1
+# Entries of an fp16 gradient near 0, in addition to two roundings to fp16.
+FP16_GRADIENT_ABSOLUTE = 1e-5
 # The same function, compiled and not.
 COMPILED_RELATIVE = 1e-6
 

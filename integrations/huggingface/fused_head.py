@@ -402,8 +402,10 @@ def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
     if begins.any().item():
         packed = "for packed sequences (position_ids begin again, which transformers ignores otherwise)"
-        name, expected, got = ("attention_mask", "None", mask) if has_mask else ("use_cache", "False", True)
-        Checks("fuse_head").fail(name, f"{expected} {packed}", got)
+        check = Checks("fuse_head")
+        if has_mask:
+            check.fail("attention_mask", f"None {packed}", mask)
+        check.fail("use_cache", f"False {packed}", True)
 
 
 def _method_of(model: Any, forward: Any) -> Any:

@@ -201,7 +201,7 @@ def with_lora(model: Any, config: TrainConfig) -> Any:
 
 
 def experts_without_lora(model: nn.Module) -> str | None:
-    """Say which share of the weights are fused experts, which LoRA does not train. None if there are none.
+    """Describe the share of the weights that are fused experts, which LoRA does not train. None without such experts.
 
     transformers stores the experts of a layer as 3-dimensional parameters instead of linear layers.
     """

@@ -19,7 +19,7 @@ from .common import offsets
 
 __all__ = ["LossInputs", "LossOutputs", "head", "loss"]
 
-COUNTS = ("tokens", "sequences", "ratios")
+DIVISOR_NAMES = ("tokens", "sequences", "ratios")
 
 
 class LossInputs(Protocol):
@@ -77,9 +77,9 @@ def _repeated(out: LossOutput) -> dict[str, Tensor]:
     prime-rl concatenates the values of all sequences of a step, on all ranks, and logs their mean, minimum and maximum.
     A mean over tokens is repeated for each unmasked token. So the logged mean is the mean over the tokens of the step.
     """
-    numbers = torch.stack([out.metrics[name] for name in COUNTS]).tolist()  # one wait for the device
-    counts: dict[str | None, int] = {name: int(x) for name, x in zip(COUNTS, numbers, strict=True)}
-    names = {f"gspo/{name}": name for name in out.metrics if name not in COUNTS}
+    numbers = torch.stack([out.metrics[name] for name in DIVISOR_NAMES]).tolist()  # one wait for the device
+    counts: dict[str | None, int] = {name: int(x) for name, x in zip(DIVISOR_NAMES, numbers, strict=True)}
+    names = {f"gspo/{name}": name for name in out.metrics if name not in DIVISOR_NAMES}
     logged = {}
     for key, name in {"is_clipped": "token_clip_fraction", **names}.items():
         logged[key] = out.metrics[name].to(out.loss.dtype).expand(counts.get(divisor_of(name), 1))

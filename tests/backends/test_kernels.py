@@ -13,7 +13,7 @@ from helpers.marks import slow
 from helpers.oracle import DTYPES, HEADS, assert_equals_oracle
 from helpers.relaunch import relaunch
 from helpers.samples import make_sample
-from tolerance import EQUAL_TOKENS_ABSOLUTE, EQUAL_TOKENS_RELATIVE
+from tolerance import EQUAL_TOKENS_ABSOLUTE, EQUAL_TOKENS_RELATIVE, FP16_GRADIENT_ABSOLUTE
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -284,7 +284,7 @@ def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], pea
     truth = torch_backend.head_backward(exact, torch_backend.head_forward(exact), d.double(), None, NEEDS)[0]
     assert d_hidden is not None and truth is not None
     two_roundings = torch.finfo(torch.float16).eps  # of d_logits and of d_hidden
-    torch.testing.assert_close(d_hidden.double(), truth, rtol=two_roundings, atol=1e-5)
+    torch.testing.assert_close(d_hidden.double(), truth, rtol=two_roundings, atol=FP16_GRADIENT_ABSOLUTE)
 
 
 # -- further faults in kernels, seeded by faults/test_faults.py

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BACKENDS = ("cpu", "cuda", "rocm")  # those that we test or compile for
 # The `gspo` command, and what only it and the reference trainer use.
-LEFT_OUT = ("tools", "memory.py", "extras.py", "__pycache__")
+LEFT_OUT = ("tools", "extras.py", "__pycache__")
 
 
 def write(folder: Path) -> None:

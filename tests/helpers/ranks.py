@@ -52,7 +52,7 @@ def _run(rank: int, main: Callable[..., None], ranks: int, port: int, folder: Pa
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks)
     )
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("GSPO_TEST_THREADS", "1")))
     main(rank, folder, *args)
     # Gloo's threads may deadlock during an orderly shutdown, so exit abruptly once all ranks are done.
     (folder / f"done-{rank}").touch()

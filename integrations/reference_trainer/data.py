@@ -97,7 +97,7 @@ def read_examples(option: str, path: Path, needs_answer: bool) -> list[Example]:
     """Read a jsonl file: one object per line, with "prompt", usually "answer", and any other columns for the rewards.
 
     A prompt is text, or a list of chat messages, each with "role" and "content". If several lines have the same prompt,
-    the first is used. An answer that is text or a number is kept as text without surrounding spaces.
+    the first is used. Columns keep their JSON types. An answer that is text loses surrounding spaces.
 
     Args:
         option: names the file in messages.
@@ -136,9 +136,9 @@ def parse_line(where: str, line: str, needs_answer: bool) -> Example:
     if not (is_chat(prompt) if isinstance(prompt, list) else isinstance(prompt, str) and prompt.strip()):
         expected = 'text that is not empty, or a list of chat messages, each with a "role" and a "content" of text'
         raise InputError(f'{where}: "prompt" must be {expected}, got {prompt!r}')
-    if isinstance(answer, str | int | float) and not isinstance(answer, bool):
-        answer = str(answer).strip()
-    if needs_answer and not (isinstance(answer, str) and answer):
+    if isinstance(answer, str):
+        answer = answer.strip()
+    if needs_answer and (isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == ""):
         raise InputError(
             f'{where}: "answer" must be text or a number, and not empty, for the default reward, got {answer!r}'
         )

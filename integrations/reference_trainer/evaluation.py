@@ -188,6 +188,8 @@ def task_of_file(
         raise InputError(f"{option} {path}: expected at least 1 prompt, got 0")
     examples = examples[: config.eval_prompts] if is_limited else examples
     if named is not None:
+        if not components:  # the task's own rewards compare texts
+            examples = [replace(x, answer=str(x.answer)) if isinstance(x.answer, int | float) else x for x in examples]
         return replace(named, train=(), held_out=examples), str(path)
     default = (RewardComponent("answer_found", 1.0, answer_found),)
     return Task(path.stem, (), examples, Rewards(components or default)), str(path)

@@ -217,11 +217,14 @@ def sentence(results: Sequence[HeldOut]) -> str:
 def collect(
     config: TrainConfig, policy: Policy, task: Task, examples: Sequence[Example], **options: Any
 ) -> tuple[list[Dialogue], RewardBatch]:
-    """Sample answers and compute their rewards. Takes the options of `converse`."""
+    """Sample answers and compute their rewards. Takes the options of `converse`.
+
+    Rewards get what the policy wrote: its turns, joined by newlines, without the environment's replies.
+    """
     with autocast(config, policy):
         answers = converse(policy, examples, task=task, **options)
     turns = [answer.turns for answer in answers]
-    return answers, task.rewards([answer.text for answer in answers], [answer.example for answer in answers], turns)
+    return answers, task.rewards(["\n".join(said) for said in turns], [answer.example for answer in answers], turns)
 
 
 def check_failures(rewards: RewardBatch, when: str, say: Callable[[str], object], allowed: bool = False) -> None:

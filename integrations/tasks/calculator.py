@@ -30,7 +30,7 @@ def calculator_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> T
 
     It has 640 prompts. The answer of an example lists the expected turns: "2+7;9-4;5". The reward of a turn is
     `letters_in_place` divided by the number of expected turns, so that the reward of a dialogue is at most 1.
-    `rewards` replace these rewards. They get the text of the dialogue, with the calculator's replies.
+    `rewards` replace these rewards. They get the policy's turns, joined by newlines.
     """
     generator = random.Random(0)
     by_prompt = {}

@@ -39,7 +39,7 @@ class Example:
     """A prompt, as text or chat messages, with the answer and the other columns of its row, for the rewards."""
 
     prompt: Prompt
-    answer: Any = None  # text, or another JSON value if the rewards take one; None: the row has none
+    answer: Any = None  # text or a number, or another JSON value if the rewards take one; None: the row has none
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -261,7 +261,12 @@ class Rewards:
     def __call__(
         self, completions: Sequence[str], examples: Sequence[Example], turns: Sequence[list[str]] | None = None
     ) -> RewardBatch:
-        """Reward B completions of B examples. `turns` has the policy's text of each turn of each completion."""
+        """Reward B completions of B examples.
+
+        Args:
+            completions: what the policy wrote; of a dialogue, its turns joined by newlines.
+            turns: the policy's text of each turn of each completion. None: each completion is one turn.
+        """
         failures: list[Failure] = []
         components = {x.name: self._rewards_of(x, completions, examples, failures) for x in self.components}
         of_turns: list[list[float]] = []
@@ -410,13 +415,13 @@ def letters_in_place(completion: str, answer: str) -> float:
     return correct / max(len(completion), len(answer), 1)
 
 
-def answer_found(completion: str, answer: str) -> float:
+def answer_found(completion: str, answer: str | float) -> float:
     """1 if the completion equals the answer or ends with it, else 0.
 
     If the answer is a number, the last number of the completion must equal it in value: 1,200 is 1200.0. Otherwise the
     last words of the completion must equal it, ignoring final punctuation.
     """
-    completion = completion.strip()
+    completion, answer = completion.strip(), str(answer)
     if completion == answer:
         return 1.0
     if NUMBER.fullmatch(answer):

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.chat import check_replies, encode, encode_reply
 from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward
+from gspo_kernels.integrations.reference_trainer.held_out import collect
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, fitting, sample
 from gspo_kernels.integrations.tasks import TASKS, Example, RewardComponent, Rewards, answer_found, task_by_name
 from gspo_kernels.integrations.tasks.arithmetic import problem, steps_add_up
@@ -391,13 +392,28 @@ def test_the_nearest_task_is_named() -> None:
 
 def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
     chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": str(n % 4)}] for n in range(8)]
-    task = jsonl_task(write_jsonl(tmp_path / "a.jsonl", *({"prompt": c, "answer": 1} for c in chats)), held_out=1)
+    task = jsonl_task(write_jsonl(tmp_path / "a.jsonl", *({"prompt": c, "answer": "1 "} for c in chats)), held_out=1)
+    assert task.train[0].answer == "1"
     assert len(task.train) == 3 and task.train[0].prompt in chats
     assert task.train[0].key.startswith("system: s\nuser: ")
     for prompt in ([], [{"role": "user"}], [{"role": "user", "content": 3}], ["text"]):
         data = write_jsonl(tmp_path / "b.jsonl", {"prompt": prompt, "answer": 1})
         with pytest.raises(InputError, match='line 1: "prompt" must be text that is not empty, or a list of chat'):
             jsonl_task(data, held_out=1)
+
+
+def test_columns_keep_their_json_types(tmp_path: Path) -> None:
+    """The default reward compares texts."""
+    values = (24, 2.5, "24", True, ["2", "4"], None)
+    data = write_jsonl(tmp_path / "a.jsonl", *({"prompt": str(i), "answer": x, "n": x} for i, x in enumerate(values)))
+    seen: dict[str, Any] = {}
+    mine = RewardComponent("mine", 1.0, lambda completion, prompt, n, answer=None: seen.update({prompt: (answer, n)}))
+    task = jsonl_task(data, held_out=1, rewards=[mine])
+    task.rewards([""] * 6, [*task.train, *task.held_out])
+    assert {key: repr(x) for key, x in seen.items()} == {str(i): repr((x, x)) for i, x in enumerate(values)}
+    task = jsonl_task(write_jsonl(tmp_path / "b.jsonl", *({"prompt": str(x), "answer": x} for x in (24, 2.5))), 1)
+    for example in (*task.train, *task.held_out):
+        assert task.rewards([f"It is {example.prompt}.", "4"], [example] * 2).total == [1.0, 0.0]
 
 
 def test_prompts_above_the_limit_are_left_out(character_policy: policy.Policy) -> None:
@@ -599,8 +615,16 @@ def test_a_prompt_without_a_template_has_no_end_token(character_policy: policy.P
     assert encode(character_policy, ["2+7", ""]) == [[tokenizer.unk_token_id, *ids] for ids in without]
 
 
-def test_the_users_rewards_replace_those_of_turns_and_get_the_whole_dialogue() -> None:
+def test_the_users_rewards_replace_those_of_turns_and_get_what_the_policy_wrote(
+    character_policy: policy.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calculator writes the answer, 9. The policy does not."""
     seen: list[tuple[str, str]] = []
-    task = task_by_name("calculator", 8, [RewardComponent("mine", 0.5, lambda *pair: seen.append(pair) or 1.0)])
-    batch = task.rewards(["2+7=9;9"], [EXAMPLE], [["2+7", "9"]])
-    assert batch == ([0.5], {"mine": [1.0]}, [], None) and seen == [("2+7=9;9", EXAMPLE.answer)]
+    mine = RewardComponent("mine", 0.5, lambda *pair: seen.append(pair) or 1.0)
+    task = task_by_name("calculator", 8, [mine, RewardComponent("found", 1.0, answer_found)])
+    example = Example(EXAMPLE.prompt, "9")
+    speak(character_policy, monkeypatch, lambda text: "<eos>" if "=9;" in text else "2+7<eos>")
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1.0}
+    (answer,), batch = collect(TrainConfig(), character_policy, task, [example], **options)
+    assert answer.text == "2+7=9;" and seen == [("2+7\n", "9")]
+    assert batch == ([0.5], {"mine": [1.0], "found": [0.0]}, [], None)

@@ -82,11 +82,10 @@ def texts() -> dict[Path, str]:
             with naming(path):
                 page.append(prose.format(**{**common, **own, **fields[path]}))
     precision = PRECISION_BLOCK.format(**summary.rounding(first))
-    blocks = {README: summary.readme(first), COMPARISON: summary.comparison(first), PRECISION: precision}
+    blocks = {COMPARISON: summary.comparison(first), PRECISION: precision}
     blocks[TRL] = summary.skip(first["skip"])["table"]
-    filled = {path: with_block(path.read_text(), block) for path, block in blocks.items()}
-    filled[README] = with_block(filled[README], summary.gpu(first["gpu"]), "gpu")
-    filled[README] = with_block(filled[README], fields[files("skip")[1]]["table"], "step on a gpu")
+    filled = {path: with_block(path.read_text(), block) for path, block in blocks.items() if path.exists()}
+    filled[README] = with_block(README.read_text(), fields[files("skip")[1]]["table"], "step on a gpu")
     return {**filled, PAGE: "\n".join(page), scale.PAGE: scale.page()}
 
 
@@ -117,7 +116,10 @@ def figures_by_name() -> dict[str, tuple[list[Path], Draw]]:
     from . import figures  # matplotlib takes a second to import
 
     of_suites = {path.stem: ([path], draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
-    return of_suites | {"readme-cpu": ([files("trainer")[0], files("precision")[0]], figures.draw_readme)}
+    return of_suites | {
+        "readme-cpu": ([files("trainer")[0], files("precision")[0]], figures.draw_readme),
+        "readme-step": ([files("skip")[1]], figures.draw_step_on_a_gpu),
+    }
 
 
 def digest(sources: list[Path]) -> str:

@@ -13,7 +13,7 @@ import torch
 from gspo_kernels.benchmarks import measure
 from gspo_kernels.benchmarks.report import outdated, pages, summary, tables
 
-BLOCK = "<!-- measured: results -->\n"
+BLOCK = "<!-- measured: step on a gpu -->\n"
 
 
 def results_of(suite: str) -> dict[str, Any]:

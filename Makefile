@@ -156,6 +156,6 @@ studies: .venv/ready
 
 # Rewrite the golden counts, the figures and the generated parts of README.md and docs/: 5 minutes.
 golden: .venv/ready
-	PYTHONPATH=tests $(BIN)/python -m faults.costs --write
+	PYTHONPATH=tests $(BIN)/python -m faults.costs
 	PYTHONPATH=tests $(BIN)/python tests/backends/test_compile_gate.py
 	$(BIN)/python -m gspo_kernels.benchmarks report

@@ -34,82 +34,43 @@ def faulty_source(fault: Fault) -> tuple[Path, str]:
 
 
 def find(fault: Fault) -> set[tuple[Path, int, int]]:
-    """Return the file, first byte and end of every equal expression in functions of this name."""
+    """Return the file, first byte and end of every equal expression or statement in functions of this name."""
     module, _, name = fault[0].rpartition(":")
-    if _is_expression(fault):
-        wanted = [ast.parse(fault[1], mode="eval").body]
-    else:
-        wanted = ast.parse(fault[1]).body
-    dumps = [ast.dump(node) for node in wanted]
+    (wanted,) = ast.parse(fault[1]).body
+    dump = ast.dump(wanted.value if _is_expression(fault) and isinstance(wanted, ast.Expr) else wanted)
     places = set()
-    for path, qualified_name, code in _named_code():
-        in_module = not module or f"/{path.with_suffix('')}".endswith(f"/{module}")
-        has_name = f".{qualified_name}".endswith(f".{name}") if name else not qualified_name
-        if in_module and has_name:
-            for nodes in _runs(code, type(wanted[0]), len(wanted)):
-                if [_dump(node) for node in nodes] == dumps:
-                    places.add((path, _offset(path, nodes[0]), _end(path, nodes[-1])))
+    for path, qualified_name, definition in _definitions_of_library():
+        if f".{qualified_name}".endswith(f".{name}") and f"/{path.with_suffix('')}".endswith(module):
+            for node in ast.walk(definition):
+                if ast.dump(node) == dump:
+                    places.add((path, *_range(path, node)))
     return places
 
 
 def _is_expression(fault: Fault) -> bool:
-    """Return whether an expression is replaced by an expression. Otherwise statements are replaced by statements."""
+    """Return whether an expression is replaced by an expression. Otherwise a statement is replaced by statements."""
     return all([type(x) for x in ast.parse(source).body] == [ast.Expr] for source in fault[1:3])
 
 
-def _runs(code: ast.AST, kind: type[ast.AST], length: int) -> Iterator[list[ast.expr] | list[ast.stmt]]:
-    """Yield the nodes of this type in `code`. Statements come in runs of `length` neighbors."""
-    for node in ast.walk(code):
-        if isinstance(node, ast.expr) and type(node) is kind:
-            yield [node]
-        for _, block in ast.iter_fields(node):
-            if isinstance(block, list):
-                for i, statement in enumerate(block[: len(block) - length + 1]):
-                    if isinstance(statement, ast.stmt) and type(statement) is kind:
-                        yield block[i : i + length]
-
-
 @functools.cache
-def _named_code() -> list[tuple[Path, str, ast.AST]]:
-    """Return (file, qualified name, syntax tree) of every module (named ""), class, function and assigned variable."""
-    code = []
-    for folder in LIBRARY:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            module = ast.parse(path.read_bytes())
-            code += [(path, name, node) for name, node in [("", module), *_definitions(module, "")]]
-    return code
+def _definitions_of_library() -> list[tuple[Path, str, ast.AST]]:
+    """Return (file, qualified name, syntax tree) of every class and function."""
+    paths = [path for folder in LIBRARY for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(path, *named) for path in paths for named in _definitions(ast.parse(path.read_bytes()), "")]
 
 
-def _definitions(parent: ast.AST, prefix: str, in_function: bool = False) -> Iterator[tuple[str, ast.AST]]:
+def _definitions(parent: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield f"{prefix}{node.name}", node
-            yield from _definitions(node, f"{prefix}{node.name}.", isinstance(node, ast.FunctionDef))
-            continue
-        if isinstance(node, ast.Assign | ast.AnnAssign) and not in_function:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name):
-                    yield f"{prefix}{target.id}", node
-        yield from _definitions(node, prefix, in_function)
+            yield from _definitions(node, f"{prefix}{node.name}.")
+        else:
+            yield from _definitions(node, prefix)
 
 
-@functools.cache
-def _dump(node: ast.AST) -> str:
-    return ast.dump(node)
-
-
-def _offset(path: Path, node: ast.expr | ast.stmt) -> int:
-    return _line_offsets(path)[node.lineno - 1] + node.col_offset
-
-
-def _end(path: Path, node: ast.expr | ast.stmt) -> int:
-    assert node.end_lineno is not None and node.end_col_offset is not None
-    return _line_offsets(path)[node.end_lineno - 1] + node.end_col_offset
-
-
-@functools.cache
-def _line_offsets(path: Path) -> list[int]:
-    offsets = [0]
-    for line in path.read_bytes().splitlines(keepends=True):
-        offsets.append(offsets[-1] + len(line))
-    return offsets
+def _range(path: Path, node: ast.AST) -> tuple[int, int]:
+    """Return the first byte and the end of an expression or a statement."""
+    assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None and node.end_col_offset is not None
+    lines = path.read_bytes().splitlines(keepends=True)
+    begin, end = (sum(map(len, lines[: number - 1])) for number in (node.lineno, node.end_lineno))
+    return begin + node.col_offset, end + node.end_col_offset

@@ -16,12 +16,6 @@ FAULTS: dict[str, Fault] = {
         "acc = factor[:, None] * load_rows(at, alive, h, width, ACC=ACC, RAGGED=RAGGED)",
         "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[triton-vocabulary-True-plain-bf16]",
     ),
-    "pairs multiply only the last columns": (
-        "multiply_pairs",
-        "acc += a * b",
-        "acc = a * b",
-        "self_check::test_correct_kernels_pass[float32]",
-    ),
     "padding columns counted as copies of the last column": (
         "forward_tile",
         "is_target | (columns >= beyond)",
@@ -40,35 +34,17 @@ FAULTS: dict[str, Fault] = {
         "rows = tl.minimum(n, n_rows - 1)",
         f"{PARITY}[triton-plain-padded-fp32]",
     ),
-    "masked rows computed": (
-        "forward_tile",
-        "row_block.to(tl.int64) * BLOCK_N < unmasked",
-        "True",
-        "kernels::test_programs_run_in_groups_of_columns_and_skip_masked_rows",
-    ),
     "mass not rescaled to the new maximum": (
         "_log_sum_exp",
         "mass *= tl.exp(largest - finite(new_largest))",
         "pass",
         "kernels::test_reduction_steps_after_the_first_rescale_the_sum",
     ),
-    "a tile's offset in 32 bits": (
-        "_entropy_of_others",
-        "(start + tl.arange(0, BLOCK_T)).to(tl.int64)",
-        "start + tl.arange(0, BLOCK_T)",
-        "kernels::test_partial_results_past_two_to_the_31_are_written_and_reduced",
-    ),
     "a column's offset in 32 bits": (
         "logit_tile",
         "tl.minimum(first_column + tl.arange(0, BLOCK_V), head.vocab_size - 1).to(tl.int64)",
         "tl.minimum(first_column + tl.arange(0, BLOCK_V), head.vocab_size - 1)",
         "kernels::test_a_head_past_two_to_the_31_elements_is_read[sm_80]",
-    ),
-    "a gradient's offset in 32 bits": (
-        "gradient_tile",
-        "row_block.to(tl.int64)",
-        "row_block",
-        "kernels::test_the_gradient_tile_reads_and_writes_rows_past_two_to_the_31",
     ),
     "ragged end of H not masked": (
         "_load_operands",
@@ -93,12 +69,6 @@ FAULTS: dict[str, Fault] = {
         "d *= 1.0 - capped * capped",
         "pass",
         f"{PARITY}[triton-scale-softcap-padded-fp32]",
-    ),
-    "temperature missing in the kernel": (
-        "row_slope",
-        "slope /= tl.load(temperature + rows * stride_temperature)",
-        "pass",
-        f"{PARITY}[triton-temperature-padded-fp32]",
     ),
     "1 - p computed by subtraction in the kernel": (
         "gradient_of_target",
@@ -156,18 +126,6 @@ FAULTS: dict[str, Fault] = {
         "value, slope = decay + d, decay",
         CHECK,
     ),
-    "sapo: gate inverted": (
-        "triton/surrogates:surrogate",
-        "1.0 / (1.0 + tl.exp(temperature * (1.0 - s)))",
-        "1.0 / (1.0 + tl.exp(temperature * (s - 1.0)))",
-        CHECK,
-    ),
-    "sign of the entropy bonus": (
-        "sequence_loss",
-        "-tl.full([], entropy_coef, ACC) * share",
-        "tl.full([], entropy_coef, ACC) * share",
-        CHECK,
-    ),
     "no gradient through a token's ratio": (
         "sum_tokens",
         "d_log_prob_t += tl.where(unmasked, d_log_ratio_t, 0.0)",
@@ -175,42 +133,6 @@ FAULTS: dict[str, Fault] = {
         CHECK,
     ),
     "clip_fraction halved": ("finish", "sequences_clipped / filled_or_1", "sequences_clipped / filled_or_1 / 2", CHECK),
-    "gmpo: gradient through a clipped token, in Triton": (
-        "add_ratio_gradient",
-        "free = unmasked & (low == 0) & (high == 0)",
-        "free = unmasked",
-        f"{OBJECTIVE}[triton-padded-gmpo]",
-    ),
-    "vespo: k of the other sign, in Triton": (
-        "vespo_weight",
-        "tl.where(advantage < 0, tl.full([], bounds.k_neg, ACC), tl.full([], bounds.k_pos, ACC))",
-        "tl.where(advantage > 0, tl.full([], bounds.k_neg, ACC), tl.full([], bounds.k_pos, ACC))",
-        "presets::test_a_preset_is_the_formula_of_its_source[triton-vespo]",
-    ),
-    "a product of ratios normalized by length, in Triton": (
-        "sequence_log_ratio",
-        "OBJECTIVE.RATIO != PRODUCT_RATIO",
-        "True",
-        "presets::test_a_preset_is_the_formula_of_its_source[triton-topr]",
-    ),
-    "dppo: a divergence equal to its bound drops the token, in Triton": (
-        "triton/surrogates:dppo",
-        "d > tl.full([], bounds.clip_low, ACC)",
-        "d >= tl.full([], bounds.clip_low, ACC)",
-        "loss_faults::test_a_divergence_equal_to_its_bound_is_inside_the_trust_region[triton-kl, bottom]",
-    ),
-    "dppo: the factor of the gradient not bounded, in Triton": (
-        "triton/surrogates:dppo",
-        "s = at_most(s, tl.full([], bounds.ceiling, ACC))",
-        "s = s",
-        "presets::test_dppo_with_dual_clip_bounds_the_factor_of_the_gradient[triton-dppo_kl]",
-    ),
-    "dppo: a KL of 0 times inf, in Triton": (
-        "triton/surrogates:divergence",
-        "tl.where(other_q == 0, 0.0, other_q * (tl.log(other_q) - tl.log(other_p)))",
-        "other_q * (tl.log(other_q) - tl.log(other_p))",
-        "loss_faults::test_a_divergence_equal_to_its_bound_is_inside_the_trust_region[triton-kl, bottom]",
-    ),
     "cispo: gradient through the importance weight": (
         "_policy_term",
         "d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio, multiply_no_nan(shares.policy * value, lp)",
@@ -229,29 +151,11 @@ FAULTS: dict[str, Fault] = {
         "tl.where(ratios > 0, smallest, 1.0)",
         "presets::test_an_infinite_ratio_is_clipped_or_reaches_the_loss[triton-nan-1.0-gspo]",
     ),
-    "a host read in the forward": (
-        "forward:_order",
-        "mask.sum().reshape(1)",
-        "torch.tensor([mask.sum().item()])",
-        "memory::test_triton_respects_a_small_workspace",
-    ),
     "block shapes depend on the batch size": (
         "tile_config",
         'return getattr(blocks, f"heavy_{kernel}" if heavy else kernel)',
         "return replace(blocks.forward, block_h=16 if head.hidden.shape[0] < 64 else 32)",
         "heads::test_a_row_has_the_same_bits_alone_and_in_any_batch[triton-linear]",
-    ),
-    "the rescaling of a tile without mass not clamped": (
-        "_store_shares",
-        "at_most((top - top_all[None, :]) - log_total[None, :], 0.0)",
-        "(top - top_all[None, :]) - log_total[None, :]",
-        "live_tiles::test_the_mass_of_a_last_tile_with_only_the_target_is_correct[triton]",
-    ),
-    "cells sorted by row block in both lists": (
-        "cell_lists",
-        "_count_before(in_chunks.transpose(1, 2))",
-        "_count_before(in_chunks)",
-        f"{CELLS}[triton-one part-plain-fp32]",
     ),
     "cells of a part numbered from the first cell of all parts": (
         "hidden_product",
@@ -277,24 +181,6 @@ FAULTS: dict[str, Fault] = {
         "pass",
         f"{CELLS}[triton-many parts-plain-fp32]",
     ),
-    "sapo: ratio clamped at exp(8), in Triton": (
-        "FAR",
-        "tl.constexpr(80.0)",
-        "tl.constexpr(8.0)",
-        "loss_faults::test_a_small_sapo_temperature_has_a_slope_at_far_ratios[triton-1e-12]",
-    ),
-    "a cell's offset in 32 bits for d_hidden": (
-        "hidden_product",
-        "(tl.load(block_place + j) - first_cell).to(tl.int64)",
-        "tl.load(block_place + j) - first_cell",
-        "kernel_faults::test_the_hidden_product_reads_cells_past_two_to_the_31",
-    ),
-    "a cell's offset in 32 bits for d_weight": (
-        "weight_product",
-        "((j - first_cell) * ROWS + start + k).to(tl.int64)",
-        "((j - first_cell) * ROWS + start + k)",
-        "kernel_faults::test_the_weight_product_reads_cells_past_two_to_the_31",
-    ),
     "no barrier between writing and reading coefficients": (
         "sequence_loss",
         "tl.debug_barrier()",
@@ -319,23 +205,11 @@ FAULTS: dict[str, Fault] = {
         "torch.zeros(n, dtype=dtype, device=device)",
         "loss_faults::test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan[triton--1]",
     ),
-    "rows that do not start at multiples of 16 bytes read by descriptors": (
-        "logit_tile:gather_rows",
-        "padded = -(-width * hidden.itemsize // 16) * 16 // hidden.itemsize",
-        "padded = width",
-        "kernel_faults::test_rows_that_a_descriptor_cannot_read_are_copied[ragged-rows]",
-    ),
     "a kept cell's offset in 32 bits": (
         "kept_tile",
         "tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)",
         "tl.program_id(0) * (BLOCK_N * BLOCK_V)",
         "kernel_faults::test_tiles_write_cells_past_two_to_the_31[kept_tile]",
-    ),
-    "power-of-two scale with the sign of the slope": (
-        "power_of_two",
-        "size = size * abs(slope)",
-        "size = size * slope",
-        "loss_faults::test_fp16_gradients_of_a_small_slope_do_not_underflow[triton-1.0--1e-06]",
     ),
     "columns of a slab without cells keep the bytes of new memory": (
         "_CellGradients.add_slab",
@@ -355,12 +229,6 @@ FAULTS: dict[str, Fault] = {
         "return x",
         "edges::test_no_form_of_an_input_changes_a_bit[triton-every second]",
     ),
-    "gmpo: a ratio equal to its bound counted as clipped, in Triton": (
-        "triton/surrogates:bounded",
-        "low, high = (advantage < 0) & (log_ratio < least), (advantage > 0) & (log_ratio > most)",
-        "low, high = (advantage < 0) & (log_ratio <= least), (advantage > 0) & (log_ratio >= most)",
-        "loss_faults::test_a_ratio_on_a_bound_is_not_clipped[triton-gmpo, top]",
-    ),
     "only the last block of sequences summed": (
         "totals:total",
         "acc += x",
@@ -373,29 +241,11 @@ FAULTS: dict[str, Fault] = {
         "divisor_of(kl_normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.AGGREGATION, ACC=ACC, BLOCK=BLOCK)",
         f"{OBJECTIVE}[triton-padded-k3-token-mean]",
     ),
-    "bias gradient of only the last chunk kept": (
-        "_Gradients._add_chunk",
-        "self.d_bias[low:high] += d_z.sum(0)",
-        "self.d_bias[low:high] = d_z.sum(0)",
-        "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[fp32-True]",
-    ),
-    "a cell's row block used as its vocabulary tile": (
-        "list_cells",
-        "tl.store(block_tile + place_by_block, tile, mask=is_live)",
-        "tl.store(block_tile + place_by_block, block, mask=is_live)",
-        f"{CELLS}[triton-one part-plain-fp32]",
-    ),
     "rows with only an entropy gradient left out": (
         "gradient_rows",
         "has_gradient = has_gradient | (d_entropy != 0)",
         "pass",
         "kernels::test_a_row_with_only_an_entropy_gradient_is_computed",
-    ),
-    "an infinite target logit has log-prob 0": (
-        "reduce_rows",
-        'over_top = tl.where(target_z == float("inf"), float("nan"), over_top)',
-        "pass",
-        "loss_faults::test_the_log_prob_of_an_infinite_target_logit_is_nan[triton]",
     ),
     "empty sequences in the default normalizer": (
         "totals:total",
@@ -409,29 +259,5 @@ FAULTS: dict[str, Fault] = {
         "d_log_ratio_t += divergence_times(kl, factor)",
         "pass",
         f"{OBJECTIVE}[triton-padded-k3-ratio]",
-    ),
-    "plain heads multiplied by copies on AMD": (
-        "_sums_in_kernels",
-        "is_plain and rows.index.shape[0] > 0 and multiplies_copies(head)",
-        "is_plain and False",
-        "amd::test_plain_heads_are_multiplied_by_our_kernels[None-0-bf16]",
-    ),
-    "a graph for batches that fit the cache": (
-        "forward:cache_rows",
-        "torch.sym_min",
-        "min",
-        "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-triton-0.3]",
-    ),
-    "kernels of the dense backward are loaded by the capture of a step": (
-        "gradient_of_tiles",
-        "_load_dense_kernels(rows, config)",
-        "pass",
-        "stub/launcher::test_a_captured_step_loads_no_kernel[budget]",
-    ),
-    "an unaligned tensor is read by descriptors": (
-        "logit_tile:_aligned",
-        "x.data_ptr() % 16 == 0",
-        "True",
-        "stub/launcher::test_every_launch_is_legal[sm_90-unaligned]",
     ),
 }

@@ -16,7 +16,12 @@ from gspo_kernels.tools.cli import app
 ROOT = Path(__file__).parent.parent.parent
 API = ROOT / "build" / "api"
 # For the search: other spellings of a page's words, and a changelog that comes after the pages that it repeats.
-META = {"index.md": {"tags": ["licence"]}, "changelog.md": {"search": {"boost": 0.1}}}
+META = {
+    "index.md": {"tags": ["licence"]},
+    "trainers/trl.md": {"tags": ["accumulation"]},
+    "trainers/own_loop.md": {"tags": ["accumulation"]},
+    "changelog.md": {"search": {"boost": 0.1}},
+}
 OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+(?:benchmarks|examples|gspo_kernels|integrations|tests)/[^)]*\)")
 
 

@@ -21,7 +21,7 @@ from .data import Reward, components_of, load_reward, read_examples
 from .held_out import Estimate, check_failures, collect, columns, estimate, pass_at_k, rewards_by_prompt
 from .loading import ADAPTER, load_policy, pick_device, set_seed
 from .policy import Policy
-from .report import HELD_OUT, model_of_run
+from .report import HELD_OUT, model_of_run, read_rows
 from .resuming import read_run
 from .sampling import fitting
 
@@ -105,16 +105,20 @@ class EvalReport:
             partial.write_text("".join(f"{json.dumps(x, default=str)}\n" for x in self.answers), encoding="utf-8")
 
 
-def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | None = None) -> Evaluation:
+def read_evaluation(
+    source: str, texts: Sequence[str] = (), reward: Reward | None = None, task: Task | None = None
+) -> Evaluation:
     """Prepare the evaluation of a run's model, with the run's prompts and rewards, or of another model.
 
     Args:
         source: the folder of a run, or a folder or hub id of a model or adapter.
         texts: options as key=value.
         reward: instead of the option `reward`.
+        task: instead of the option `task`. Its held-out prompts are used unless there are a run's, or `data`.
 
     Raises:
-        InputError: an option, the run, the prompts or a reward cannot be used.
+        InputError: an option, the run, the prompts or a reward cannot be used, or a run of dialogues would be evaluated
+            in single turns.
     """
     given = key_values(texts)
     types = {f.name: str(f.type) for f in fields(EvalOptions)} | {name: TYPES[name] for name in SHARED}
@@ -128,11 +132,13 @@ def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | Non
     components = components_of(reward) if reward is not None else ()
     folder = Path(source)
     if (folder / "metrics.jsonl").is_file():
-        return evaluation_of_run(folder, shared, options, components)
+        return evaluation_of_run(folder, shared, options, components, task)
     config = train_config(**shared, model=source)
     components = components or tuple(map(load_reward, config.reward))
     if config.data is not None:
-        task, prompts = task_of_file("data", config.data, config, components, "eval_prompts" in given)
+        task, prompts = task_of_file("data", config.data, config, components, "eval_prompts" in given, task)
+    elif task is not None:
+        task, prompts = with_rewards(task, components), "the task's"
     elif config.task:
         task = task_by_name(config.task, config.eval_prompts, components)
         prompts = f"{config.task}: {task.split}"
@@ -144,7 +150,11 @@ def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | Non
 
 
 def evaluation_of_run(
-    folder: Path, given: dict[str, Any], options: EvalOptions, components: tuple[RewardComponent, ...]
+    folder: Path,
+    given: dict[str, Any],
+    options: EvalOptions,
+    components: tuple[RewardComponent, ...],
+    task: Task | None,
 ) -> Evaluation:
     """Prepare the evaluation of a run's model. Without `data`, the prompts are the run's held-out prompts."""
     then, record = read_run(folder)
@@ -156,40 +166,58 @@ def evaluation_of_run(
     elif then.get("lora_rank"):
         shared["precision"] = "fp32"  # merged with a base that was only in memory: 16 bits would lose the change
     from_python = record.get("from_python", [])
-    has_task = not then.get("data") and "task" not in from_python and "data" not in given
+    has_task = task is None and not then.get("data") and "task" not in from_python and "data" not in given
     shared["task"] = (then.get("task") or "sorting") if has_task else ""
     config = train_config(**{**shared, **given, "model": model})
-    if from_python and not components and "reward" not in given:
+    lacking = [x for x in from_python if x == "reward" or task is None]
+    if lacking and not components and "reward" not in given:
         raise InputError(
             f"reward: expected reward=file.py:function, because {folder} was started with "
             f"{' and '.join(f'{x}=' for x in from_python)} from Python, got none"
         )
     components = components or tuple(map(load_reward, config.reward))
     path = config.data or folder / HELD_OUT
-    if "task" not in given:
-        return checked(
-            Evaluation(config, options, *task_of_file("data", path, config, components, "eval_prompts" in given))
+    if "task" in given:
+        task = task_by_name(config.task, config.eval_prompts, components)
+        prompts = f"{config.task}: {task.split}"
+    else:
+        task, prompts = task_of_file("data", path, config, components, "eval_prompts" in given, task)
+    first = read_rows(folder / "metrics.jsonl")[0]
+    if task.reply is None and first.get("eval_defined_by", {}).get("max_turns", 1) > 1:
+        raise InputError(
+            f"task: expected read_evaluation(..., task=...) from Python, because {folder} was trained on dialogues, "
+            f"got no task with replies. To evaluate single turns, name the model: {model}"
         )
-    task = task_by_name(config.task, config.eval_prompts, components)
-    return checked(Evaluation(config, options, task, f"{config.task}: {task.split}"))
+    return checked(Evaluation(config, options, task, prompts))
+
+
+def with_rewards(task: Task, components: tuple[RewardComponent, ...]) -> Task:
+    """Replace the rewards of a task by `components`, if there are any."""
+    return replace(task, rewards=replace(task.rewards, components=components)) if components else task
 
 
 def task_of_file(
-    option: str, path: Path, config: TrainConfig, components: tuple[RewardComponent, ...], is_limited: bool
+    option: str,
+    path: Path,
+    config: TrainConfig,
+    components: tuple[RewardComponent, ...],
+    is_limited: bool,
+    task: Task | None = None,
 ) -> tuple[Task, str]:
     """Make a task that evaluates on the prompts of a file. Also return a description of them.
 
     Args:
         is_limited: take only the first `config.eval_prompts` prompts.
+        task: its rewards and replies are used, instead of those of the option `task`.
     """
-    named = task_by_name(config.task, config.eval_prompts, components) if config.task else None
+    named = task and with_rewards(task, components)
+    if named is None and config.task:
+        named = task_by_name(config.task, config.eval_prompts, components)
     examples = read_examples(option, path, needs_answer=not components and named is None)
     if not examples:
         raise InputError(f"{option} {path}: expected at least 1 prompt, got 0")
     examples = examples[: config.eval_prompts] if is_limited else examples
     if named is not None:
-        if not components:  # the task's own rewards compare texts
-            examples = [replace(x, answer=str(x.answer)) if isinstance(x.answer, int | float) else x for x in examples]
         return replace(named, train=(), held_out=examples), str(path)
     default = (RewardComponent("answer_found", 1.0, answer_found),)
     return Task(path.stem, (), examples, Rewards(components or default)), str(path)

@@ -99,28 +99,16 @@ def gspo_fused_loss(
             are then over these ids, so old_log_probs and ref_log_probs must be, too. The metrics of the backward's
             work are left out.
         gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
-            leave out, in [0, 1). 0 is exact. Otherwise rows are sorted by this mass, which the forward already knows,
-            and the lightest cells are left out as long as their total mass stays within the budget. A cell is a block
-            of rows times a range of columns: 128 x 168 on a CPU, usually 128 x 256 with Triton. Cells are left
-            out only if that saves time: on a CPU at about a fifth of the cells, on a GPU at half of them. The error is
-            a bias, not noise. It affects the rows where the policy is most certain and the vocabulary entries
-            that the policy finds least likely. The budget does not bound the error of d_hidden or d_weight
-            (docs/benchmarks.md). It cannot be combined with objective.entropy_coef, because the mass does not bound the
-            gradient of the entropy. The Triton backend leaves nothing out for a head with a bias or an adapter. No
-            backend leaves anything out while a CUDA graph is captured.
-        cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps for the backward. Their
-            logits are not recomputed; all others are. Only rows that may have a gradient are kept, in the dtype of
-            hidden; a full batch takes N * V values. Log-probs have the same bits for every size. The memory is freed
-            after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor --memory N,H,V` prints
-            the default and what each size saves. None: the environment variable GSPO_CACHE_MIB. If it is not set, 0 on
-            a CPU, and on a GPU at most 1/64 of its total memory: less where the loss would otherwise take more memory
-            than TRL 1.16's head or full logits (`memory.largest_default_cache`).
+            leave out, in [0, 1); 0 is exact (docs/concepts/backward.md). It cannot be combined with
+            objective.entropy_coef, because the mass does not bound the gradient of the entropy.
+        cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps so that the backward does not
+            recompute these logits (docs/concepts/backward.md). Log-probs have the same bits for every size. None: the
+            environment variable GSPO_CACHE_MIB or, if it is not set, the device's default.
         tp_group, reduce_hidden: for a vocabulary sharded over ranks, see `linear_log_probs`.
         cp_group: for sequences sharded over ranks, see `policy_loss`.
-        backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
-            otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
-            The environment variable GSPO_BACKEND replaces "auto". If you request "triton" and its kernels cannot run or
-            fail the check, an error is raised.
+        backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check
+            (docs/limits.md), otherwise torch. The environment variable GSPO_BACKEND replaces "auto". "triton" raises an
+            error if its kernels cannot run or fail the check.
 
     Returns:
         LossOutput. `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.

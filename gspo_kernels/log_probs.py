@@ -68,13 +68,9 @@ def linear_log_probs(
             except for tokens with an empty set if `kept_sets.empty` is "vocabulary".
         extra_ids: [B, T, k] or [N, k] int32 or int64, more ids for each token; negative ids are absent. Their log-probs
             over the vocabulary are also returned, differentiable. With kept_sets, use a second call for them.
-        gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
-            leave out, in [0, 1); see `gspo_fused_loss`. 0 is exact. The backward decides once it has the gradient of
-            the log-probs, and `metrics.last_backward()` tells how much it left out. If the entropies also have a
-            gradient, the backward raises a ValueError.
-        cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps, so that the backward does
-            not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB; if it is
-            not set, at most 1/64 of the GPU's total memory, or 0 on a CPU.
+        gradient_budget: see `gspo_fused_loss`. `metrics.last_backward()` tells how much the backward left out. If the
+            entropies also have a gradient, the backward raises a ValueError.
+        cache_mib: see `gspo_fused_loss`.
         tp_group: process group or one-dimensional DeviceMesh whose ranks share the vocabulary. lm_head, bias and LoRA's
             B are then this rank's rows, V / ranks each, in rank order. LoRA's A is replicated. All other arguments must
             be equal on all ranks; target_ids and vocab_size refer to the full vocabulary. V may include padding.
@@ -83,10 +79,7 @@ def linear_log_probs(
             process's if every shard begins at a vocabulary tile; otherwise one warning is given.
         reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": each rank
             keeps its own term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism).
-        backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
-            otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
-            The environment variable GSPO_BACKEND replaces "auto". If you request "triton" and its kernels cannot run or
-            fail the check, an error is raised.
+        backend: see `gspo_fused_loss`.
 
     Returns:
         LogProbOutput: log-probs and, on request, entropies, in the shape of target_ids, and log-probs of extra_ids.

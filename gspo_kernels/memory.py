@@ -1,7 +1,7 @@
 """The cost of a batch: an upper bound on memory, what `cache_mib` saves, and collectives. Nothing is allocated.
 
-With several ranks, all numbers are for one rank. `gspo doctor --memory`, `gspo train --dry-run` and the tables in
-docs/scale.md come from these functions.
+With several ranks, all numbers are for one rank. `gspo doctor --memory`, `gspo train --dry-run` and the table in
+docs/concepts/sharding.md come from these functions.
 """
 
 from __future__ import annotations
@@ -270,25 +270,6 @@ def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False)
         ranks = shard_of(head.shard).ranks
         found.append(Collective("tp_group", "all-reduce", "d_hidden", ranks, head.hidden.nbytes))
     return found
-
-
-def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
-    """Lower bound on the per-rank memory traffic, in bytes, that does not shrink with more ranks.
-
-    All rows have a gradient. Two parts are left out: matrix products, which shrink with the number of ranks, and about
-    50 bytes per row for the loss and for the selection of rows with a gradient.
-    """
-    rows, width = head.hidden.shape
-    item = head.hidden.dtype.itemsize
-    wide = accumulator(head.hidden.dtype).itemsize
-    columns = _tile_width(head, backend)
-    tiles = sum(shard_of(head.shard).tiles(columns)) if head.shard else -(-head.vocab_size // columns)
-    table = (3 if head.entropy else 2) * tiles * _gathered_rows(head, backend) * wide
-    return {
-        "table": table * (4 if head.shard else 2),  # written, reordered by column (read, written), reduced
-        # Rows are gathered in the forward and in the backward. d_hidden is written, read and rounded.
-        "hidden": rows * width * (4 * item + 2 * wide + item),
-    }
 
 
 def shards_are_aligned(head: HeadRows, backend: str) -> bool:

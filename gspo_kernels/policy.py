@@ -83,10 +83,7 @@ def policy_loss(
             metrics, log-ratios, clip decisions and default normalizers cover all tokens and are equal on all ranks.
             Each rank gets the gradients of its own log-probs, so gradients of parameters must be summed over the group.
             If your trainer averages them, multiply the loss by the number of ranks.
-        backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
-            otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
-            The environment variable GSPO_BACKEND replaces "auto". If you request "triton" and its kernels cannot run or
-            fail the check, an error is raised.
+        backend: see `gspo_fused_loss`.
 
     Returns:
         LossOutput. `loss` [] is differentiable; the other fields are detached.

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, measured tables in other pages and all figures from the committed JSON, and docs/scale.md.
+"""Write docs/benchmarks.md, measured tables in other pages and all figures from the committed JSON.
 
     python -m gspo_kernels.benchmarks report            writes pages and figures
     python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
@@ -8,7 +8,7 @@ Both also list results that are older than the code that they measure (`outdated
 `page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
 texts from `tables.py` and `summary.py`. In README.md, only the texts between a line such as `<!-- measured: gpu -->`
 and `<!-- end -->` are written. A figure contains the digest of its JSON files, so it need
-not be drawn for `--check`. The tables of docs/scale.md are computed, not measured (`scale.py`).
+not be drawn for `--check`. The table of docs/concepts/sharding.md is computed, not measured (`scale.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import griffe
 
 COMMENT = re.compile(r"  # (?!noqa|fmt|pyright)(.*)$")
 SECTION = re.compile("^(Args|Attributes):", re.MULTILINE)
-PAGE = re.compile(r"docs/(\w+)\.md")
+PAGE = re.compile(r"docs/([\w/]+)\.md")
 
 
 class Docstrings(griffe.Extension):

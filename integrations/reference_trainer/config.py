@@ -102,7 +102,7 @@ class TrainConfig:
     advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
     normalizer: str = ""  # unit that divides the loss: rows, sequences, tokens or one; "": the objective's default
     gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
-    cache_mib: float | None = None  # for exponentials of logits; None: GSPO_CACHE_MIB, or at most 1/64 of a GPU's
+    cache_mib: float | None = None  # for exponentials of logits; None: GSPO_CACHE_MIB or the device's default
     backend: str = "auto"  # of the loss: "triton", "torch" or "auto"
     # Updates
     updates_per_rollout: int = 4  # per epoch; with one update the ratio is always 1 and nothing is clipped

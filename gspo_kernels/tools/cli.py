@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ..extras import MissingExtraError
-from .doctor.report import compile_kernels, diagnose, memory_of, sizes_of_model
+from .doctor.report import compile_kernels, diagnose, memory_of, sizes_of_batch, sizes_of_model
 
 app = typer.Typer(
     help="Fused GSPO losses: train a model, check an installation, measure time and memory.",
@@ -255,25 +255,29 @@ def doctor(
     """
     if compile_ and interpret:
         raise typer.BadParameter("kernels can be compiled or interpreted, but not both", param_hint="--interpret")
-    if (model is None) != (tokens is None):
-        raise typer.BadParameter("requires --tokens, and --tokens requires --model", param_hint="--model")
-    if model is not None and tokens is not None:
-        if memory is not None:
-            raise typer.BadParameter("cannot be combined with --memory", param_hint="--model")
-        memory = sizes_of_model(model, tokens)
-    if memory is not None and (compile_ or interpret):
-        raise typer.BadParameter("cannot be combined with --compile or --interpret", param_hint="--memory")
-    if architecture and not compile_ and memory is None:
-        raise typer.BadParameter("requires --compile or --memory", param_hint="--architecture")
+    _only_with("--tokens", tokens is not None, {"--model": model})
+    _only_with("--model", model is not None, {"--tokens": tokens})
+    if model is not None and memory is not None:
+        raise typer.BadParameter("cannot be combined with --memory", param_hint="--model")
+    plans = model is not None or memory is not None
+    if plans and (compile_ or interpret):
+        option = "--memory" if model is None else "--model"
+        raise typer.BadParameter("cannot be combined with --compile or --interpret", param_hint=option)
+    _only_with("--compile, --memory or --model", compile_ or plans, {"--architecture": architecture or None})
     _only_with("--compile", compile_, {"--shape": shape})
-    _only_with("--memory", memory is not None, {"--dtype": dtype, "--tp": tp, "--cp": cp})
-    _only_with("--memory", memory is not None, {"--lora": lora or None, "--zero-advantage": zero_advantage})
+    _only_with("--memory or --model", plans, {"--dtype": dtype, "--tp": tp, "--cp": cp})
+    _only_with("--memory or --model", plans, {"--lora": lora or None, "--zero-advantage": zero_advantage})
+    batch: tuple[int, ...] | None = None
+    if model is not None and tokens is not None:
+        batch = sizes_of_model(model, tokens)
+    elif memory is not None:
+        batch = sizes_of_batch(memory)
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
-    if memory is not None:
+    if batch is not None:
         ranks = (1 if tp is None else tp, 1 if cp is None else cp)
-        verdict, ok, details = memory_of(memory, dtype, architecture, ranks, lora, zero_advantage or 0.0, console)
+        verdict, ok, details = memory_of(batch, dtype, architecture, ranks, lora, zero_advantage or 0.0, console)
     else:
         verdict, ok, details = (
             compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)

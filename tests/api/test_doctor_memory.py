@@ -125,14 +125,19 @@ def test_the_bound_of_a_rank_holds(
     [
         (["--memory", "0,64,100"], "N of 1 to 2,147,483,648, H of 1 to 65,536, V of 2 to 4,194,304, got '0,64,100'"),
         (["--memory", BATCH, "--dtype", "int8"], "--dtype: expected one of fp32, bf16, fp16, float32"),
-        (["--memory", BATCH, "--architecture", "sm_1"], "--architecture: 'sm_1': choose from sm_80"),
+        (["--memory", BATCH, "--architecture", "sm_86"], "--architecture: 'sm_86': choose from sm_80"),
         (["--memory", BATCH, "--compile"], "--memory: cannot be combined with --compile or --interpret"),
-        (["--dtype", "bf16"], "--dtype: requires --memory"),
-        (["--tp", "2"], "--tp: requires --memory"),
-        (["--lora"], "--lora: requires --memory"),
+        (["--dtype", "bf16"], "--dtype: requires --memory or --model"),
+        (["--tp", "2"], "--tp: requires --memory or --model"),
+        (["--lora"], "--lora: requires --memory or --model"),
         (["--memory", BATCH, "--zero-advantage", "1"], "--zero-advantage: expected a share from 0 to below 1, got 1"),
         (["--memory", BATCH, "--tp", "0"], "--tp: expected 1 to 4,096 ranks, got 0"),
-        (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 in --memory, got 3"),
+        (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 tokens, got 3"),
+        (["--tokens", "9"], "--tokens: requires --model"),
+        (["--model", "a/b"], "--model: requires --tokens"),
+        (["--model", "a/b", "--tokens", "0"], "--tokens: expected 1 to 2,147,483,648 tokens, got 0"),
+        (["--model", "a/b", "--tokens", "9"], "--model: expected a local folder with config.json (hub ids are not"),
+        (["--model", "a/b", "--tokens", "9", "--memory", BATCH], "--model: cannot be combined with --memory"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
@@ -145,7 +150,10 @@ def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     line = "4.00 passes, with cache_mib=0 (on a CPU). It keeps 0% of the rows"
     assert line in run("--memory", BATCH)[1]
-    assert line not in run("--memory", BATCH, "--architecture", "sm_90")[1]
+    hint = "For a GPU, add --architecture, such as sm_90"
+    assert hint in run("--memory", BATCH)[1]
+    on_gpu = run("--memory", BATCH, "--architecture", "sm_90")[1]
+    assert line not in on_gpu and hint not in on_gpu
     monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
     assert "with cache_mib=2001 (GSPO_CACHE_MIB). It keeps 25% of the rows" in run(*LLAMA)[1]
     (default,) = json.loads(run("--json", *LLAMA)[1])["defaults"].values()
@@ -161,14 +169,30 @@ def test_stock_and_ours_are_printed_for_a_frozen_head_and_answers_with_advantage
     assert "by default: at most 2,870 MiB, 3.47 passes, with cache_mib=1280 (on a GPU with 80 GiB). It keeps 53%" in out
     assert "without a cache: at most 1,571 MiB, 4.00 passes (gradients 1,251, hidden copies 64, tile table 19" in out
     out = run(*arguments, "8192,896,151936")[1]
-    assert "TRL 1.16, its fused head on a GPU: 1,077 MiB" in out and "by default: at most 1,044 MiB, 3.81 passes" in out
+    assert "TRL 1.16, its fused head on a GPU: 1,077 MiB" in out and out.count("gspo_kernels by default") == 1
+    assert "at most 1,044 MiB, 3.81 passes, with cache_mib=482 (on a GPU with 80 GiB or on a GPU with 140 GiB)" in out
     out = run(*arguments, "8192,896,151936", "--lora")[1]
     assert "TRL 1.16, its fused head on a GPU: 298 MiB, 3.00 passes." in out
     assert "by default: at most 284 MiB, 3.00 passes, with cache_mib=0" in out
     out = run(*arguments, "8192,4096,151936", "--zero-advantage", "0.5")[1]
-    assert "if 50% of the tokens belong to answers with advantage 0" in out and "4,096 of 8,192 tokens" in out
+    assert "GSPOTrainer runs 4,096 of N = 8,192 tokens" in out and "4,096 of 8,192 tokens, H = 4,096" in out
     assert "TRL 1.16, its fused head on a GPU: 4,009 MiB, 4.00 passes." in out
-    assert "by default: at most 2,704 MiB, 1.50 passes, with cache_mib=1280" in out
+    assert "by default: at most 2,704 MiB, 1.50 passes, with cache_mib=1280" in out and "RL-like" not in out
+
+
+@pytest.mark.parametrize(("batch", "share", "cp", "run_of"), [(N, 0.75, 2, (128, 512)), (8, 0.99, 1, (1, 8))])
+def test_passes_are_over_all_tokens_if_only_some_run(
+    batch: int, share: float, cp: int, run_of: tuple[int, int]
+) -> None:
+    """Each token that runs costs 4 passes without a cache, and 3 with a full one."""
+    arguments = ("--memory", f"{batch},{H},{V}", "--zero-advantage", str(share), "--cp", str(cp))
+    report = json.loads(run("--json", *arguments)[1])
+    assert (report["tokens_run"], report["tokens"]) == run_of
+    cost = [x["passes_dense"] * report["operations_per_pass"] for x in report["sizes"]]
+    assert (cost[0], cost[-1]) == (4 * 2 * run_of[0] * H * V, 3 * 2 * run_of[0] * H * V)
+    assert report["operations_per_pass"] == 2 * run_of[1] * H * V
+    assert {x["passes_rl_like"] for x in report["sizes"]} == {None}
+    assert "{:,} of N = {:,} tokens".format(*run_of) in run(*arguments)[1]
 
 
 def test_the_peaks_of_others_are_those_that_were_measured() -> None:
@@ -209,17 +233,25 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
     [
         {"text_config": {"hidden_size": H, "vocab_size": V}},
         transformers.GPT2Config(n_embd=H, vocab_size=V).to_dict(),
-        transformers.T5Config(d_model=H, vocab_size=V).to_dict(),
+        transformers.MptConfig(d_model=H, vocab_size=V).to_dict(),
     ],
-    ids=["text_config", "GPT-2", "T5"],
+    ids=["text_config", "GPT-2", "MPT"],
 )
 def test_the_sizes_of_a_models_head_come_from_its_folder(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert sizes("--model", str(tmp_path), "--tokens", str(N)) == sizes("--memory", BATCH)
-    for arguments, message in (
-        (["--model", str(tmp_path)], "requires --tokens"),
-        (["--model", str(tmp_path / "none"), "--tokens", "9"], "expected a model folder"),
-        (["--model", str(tmp_path), "--tokens", "9", "--memory", BATCH], "cannot be combined"),
-    ):
-        code, out = run(*arguments)
-        assert code == 2 and message in out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.T5Config(d_model=H, vocab_size=V).to_dict(), "--model: expected a decoder-only model"),
+        ({"vocab_size": V}, "--model: expected a config.json with vocab_size and hidden_size"),
+        ({"hidden_size": 0, "vocab_size": V}, "with H of 1 to 65,536, V of 2 to 4,194,304, got '0,8192'"),
+    ],
+    ids=["T5", "no width", "width 0"],
+)
+def test_models_without_such_a_head_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out = run("--model", str(tmp_path), "--tokens", "9")
+    assert code == 2 and message in out, out

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 SIZES_OF_HEAD = {"H": (1, 2**16), "V": (2, 2**22)}  # (smallest, largest)
+MOST_TOKENS = 2**31
 MOST_RANKS = 4096  # in a process group
 
 
@@ -110,7 +111,7 @@ def compile_kernels(
 
 
 def memory_of(
-    batch: str,
+    batch: tuple[int, ...],
     dtype: str | None,
     architectures: list[str] | None,
     ranks: tuple[int, int],
@@ -118,17 +119,17 @@ def memory_of(
     zero_advantage: float,
     console: Console,
 ) -> tuple[str, bool, dict[str, Any]]:
-    """Print what `cache_mib` saves for a batch "N,H,V", and the memory and collectives of its loss, for one rank.
+    """Print what `cache_mib` saves for a batch (N, H, V), and the memory and collectives of its loss, for one rank.
 
     `ranks`: the sizes of the tp_group and the cp_group. `frozen` and `zero_advantage` are arguments of `memory.plan`.
     Returns the same as `diagnose`.
     """
-    n, width, vocab = _sizes(batch, "--memory", "N,H,V such as 8192,4096,151936", {"N": (1, 2**31), **SIZES_OF_HEAD})
+    n, width, vocab = batch
     for option, number in zip(("--tp", "--cp"), ranks, strict=True):
         if not 1 <= number <= MOST_RANKS:
             raise typer.BadParameter(f"expected 1 to {MOST_RANKS:,} ranks, got {number}", param_hint=option)
     if n % ranks[1]:
-        raise typer.BadParameter(f"expected a divisor of N = {n:,} in --memory, got {ranks[1]}", param_hint="--cp")
+        raise typer.BadParameter(f"expected a divisor of N = {n:,} tokens, got {ranks[1]}", param_hint="--cp")
     if not 0 <= zero_advantage < 1:
         expected = f"expected a share from 0 to below 1, got {zero_advantage:g}"
         raise typer.BadParameter(expected, param_hint="--zero-advantage")
@@ -155,16 +156,20 @@ def memory_of(
         zero_advantage,
     )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("cache_mib", "rows\nkept", "passes,\ndense step", "passes,\nRL-like step", "peak, MiB,\nat most"):
+    rl_like = planned.tokens_run == planned.tokens
+    names = ("passes,\ndense step", "passes,\nRL-like step") if rl_like else ("passes",)
+    for column in ("cache_mib", "rows\nkept", *names, "peak, MiB,\nat most"):
         table.add_column(column, justify="right", no_wrap=True)
     for x in planned.sizes:
-        numbers = (f"{x.passes_dense:.2f}", f"{x.passes_rl_like:.2f}", f"{x.peak_mib:,.0f}")
+        numbers = [f"{x.passes_dense:.2f}", *([f"{x.passes_rl_like:.2f}"] if rl_like else ()), f"{x.peak_mib:,.0f}"]
         table.add_row(f"{x.cache_mib:,}", f"{x.kept_rows:.0%}", *numbers)
     console.print(table)
     for line in _lines_of(planned):
         console.print(line, markup=False, soft_wrap=True)
     verdict = f"{planned.where}: cache_mib={planned.sizes[-1].cache_mib} keeps all rows."
     details = {
+        "tokens": planned.tokens,
+        "tokens_run": planned.tokens_run,
         "sizes": [asdict(x) for x in planned.sizes],
         "defaults": {where: asdict(x) for where, x in planned.defaults.items()},
         "stock_mib": planned.stock / 2**20 if planned.stock else None,
@@ -177,16 +182,33 @@ def memory_of(
     return verdict, True, details
 
 
-def sizes_of_model(folder: str, tokens: int) -> str:
-    """Return "N,H,V" for a micro-batch of `tokens` tokens of the model in a folder, from its config.json."""
+def sizes_of_batch(batch: str) -> tuple[int, ...]:
+    """Parse "N,H,V"."""
+    limits = {"N": (1, MOST_TOKENS), **SIZES_OF_HEAD}
+    return _sizes(batch, "--memory", "N,H,V such as 8192,4096,151936", limits)
+
+
+def sizes_of_model(folder: str, tokens: int) -> tuple[int, ...]:
+    """Return (N, H, V) for a micro-batch of `tokens` tokens of the model in a folder, from its config.json."""
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise typer.BadParameter(f"expected 1 to {MOST_TOKENS:,} tokens, got {tokens}", param_hint="--tokens")
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        expected = "expected a local folder with config.json (hub ids are not downloaded)"
+        raise typer.BadParameter(f"{expected}, got {folder}", param_hint="--model")
     try:
-        config = json.loads((Path(folder) / "config.json").read_text())
+        config = json.loads(file.read_text())
+        encodes = config.get("is_encoder_decoder", False)
         config = config.get("text_config", config)
         width = next(config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config)
-        return f"{tokens},{width},{config['vocab_size']}"
+        sizes = f"{width},{config['vocab_size']}"
     except (OSError, ValueError, KeyError, AttributeError, StopIteration) as error:
-        expected = "expected a model folder whose config.json has vocab_size and hidden_size, n_embd or d_model"
-        raise typer.BadParameter(f"{expected}, got {folder} ({error!r})", param_hint="--model") from error
+        expected = "expected a config.json with vocab_size and hidden_size, n_embd or d_model"
+        raise typer.BadParameter(f"{expected}, got {file} ({error!r})", param_hint="--model") from error
+    if encodes:
+        expected = "expected a decoder-only model (for others, pass the decoder's tokens and head to --memory)"
+        raise typer.BadParameter(f"{expected}, got the encoder-decoder {folder}", param_hint="--model")
+    return tokens, *_sizes(sizes, "--model", f"the hidden and vocabulary sizes in {file}", SIZES_OF_HEAD)
 
 
 def _mib(sizes: dict[str, int]) -> dict[str, float]:
@@ -200,26 +222,33 @@ def _lines_of(planned: Any) -> list[str]:
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
-    passes = 3 if planned.frozen else 4
     lines = ["Memory on top of the inputs, and passes of a dense step:"]
-    if planned.run < 1:
+    rl_like = " RL-like: 3 of 8 sequences have no gradient: 2 have an advantage of 0, and 1 is clipped."
+    of_rows = "rows"
+    if planned.tokens_run < planned.tokens:
         lines = [
-            f"Memory on top of the inputs, and passes, if {1 - planned.run:.0%} of the tokens belong to answers with "
-            "advantage 0, which GSPOTrainer does not run:"
+            f"GSPOTrainer runs {planned.tokens_run:,} of N = {planned.tokens:,} tokens: the others belong to answers "
+            "with advantage 0. TRL and other implementations run all N. Rows are the tokens that run, all with a "
+            "gradient. A pass, also in the table, is over all N tokens.",
+            "Memory on top of the inputs, and passes:",
         ]
+        rl_like, of_rows = "", "rows that run"
     if planned.stock:
+        passes = 3 if planned.frozen else 4
         lines.append(f"TRL 1.16, its fused head on a GPU: {planned.stock / 2**20:,.0f} MiB, {passes:.2f} passes.")
+    by_size: dict[Any, list[str]] = {}  # GPUs with the same default share a line
     for where, x in planned.defaults.items():
+        by_size.setdefault(x, []).append(where)
+    for x, places in by_size.items():
         lines.append(
-            f"gspo_kernels by default: at most {x.peak_mib:,.0f} MiB, {planned.run * x.passes_dense:.2f} passes, with "
-            f"cache_mib={x.cache_mib} ({where}). It keeps {x.kept_rows:.0%} of the rows."
+            f"gspo_kernels by default: at most {x.peak_mib:,.0f} MiB, {x.passes_dense:.2f} passes, with "
+            f"cache_mib={x.cache_mib} ({' or '.join(places)}). It keeps {x.kept_rows:.0%} of the {of_rows}."
         )
     none = planned.sizes[0]
     lines += [
-        f"gspo_kernels without a cache: at most {none.peak_mib:,.0f} MiB, {planned.run * none.passes_dense:.2f} passes "
+        f"gspo_kernels without a cache: at most {none.peak_mib:,.0f} MiB, {none.passes_dense:.2f} passes "
         f"({named(asdict(planned.bound))}).",
-        f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}. RL-like: 3 of 8 sequences have no "
-        "gradient: 2 have an advantage of 0, and 1 is clipped.",
+        f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}.{rl_like}",
         f"Inputs: {named(planned.inputs)} MiB.",
     ]
     if planned.others:
@@ -240,15 +269,17 @@ def _lines_of(planned: Any) -> list[str]:
         lines.append(f"{x.group}, {x.ranks} ranks: {x.kind} of {x.of}, {size} from each rank{notes.get(x.of, '')}.")
     if received := sum(x.received for x in planned.collectives if x.group == "tp_group"):
         lines.append(
-            f"A dense step of {passes} passes, without a cache, computes "
-            f"{passes * planned.operations_per_pass / received:,.0f} operations per byte that arrives over the "
-            "tp_group. docs/concepts/sharding.md says when more ranks stop paying."
+            f"A step of {none.passes_dense:.2f} passes, without a cache, computes "
+            f"{none.passes_dense * planned.operations_per_pass / received:,.0f} operations per byte that arrives over "
+            "the tp_group. docs/concepts/sharding.md says when more ranks stop paying."
         )
     if not planned.aligned:
         lines.append(
             "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from log-probs with "
             f"another --tp. For equal bits, pad V to a multiple of {planned.tile_width} times --tp."
         )
+    if planned.device == "cpu":
+        lines.append("These are the numbers of a CPU. For a GPU, add --architecture, such as sm_90 (H100 and H200).")
     return lines
 
 
@@ -259,7 +290,9 @@ def _check_architectures(names: list[str]) -> None:
         raise typer.BadParameter(f"Triton cannot be imported: {error}", param_hint="--architecture") from error
     if unknown := sorted(set(names) - set(ARCHITECTURES)):
         raise typer.BadParameter(
-            f"{', '.join(map(repr, unknown))}: choose from {', '.join(ARCHITECTURES)}", param_hint="--architecture"
+            f"{', '.join(map(repr, unknown))}: choose from {', '.join(ARCHITECTURES)}. An H100 or H200 is sm_90, and "
+            "sm_86 uses the block shapes of sm_89.",
+            param_hint="--architecture",
         )
 
 

@@ -60,7 +60,10 @@ DIVISORS = {
 
 
 def combine(
-    parts: Iterable[Mapping[str, Tensor]], group: Any = None, *, divisors: Mapping[str, str | None] | None = None
+    parts: Iterable[Mapping[str, Tensor | float]],
+    group: Any = None,
+    *,
+    divisors: Mapping[str, str | None] | None = None,
 ) -> dict[str, Tensor]:
     """Combine metrics of micro-batches, and of the ranks of a group, into the metrics of one undivided batch.
 
@@ -72,7 +75,7 @@ def combine(
 
     Args:
         parts: `LossOutput.metrics` of each micro-batch, or `Correction.metrics`, or results of `last_backward` or of
-            `combine`. All have the same keys.
+            `combine`. All have the same keys. Metrics of your own may also be Python numbers.
         group: process group or one-dimensional DeviceMesh whose ranks have different sequences. Every rank calls this
             function with at least one part, and gets the metrics of all ranks, by one all-gather of a few fp64 numbers.
             The ranks of a tp_group or cp_group have equal metrics, so `group` should contain only one of them. If it
@@ -97,26 +100,34 @@ def combine(
     # One dict would be an iterable of names.
     is_list = isinstance(parts, Iterable) and not isinstance(parts, Mapping | Tensor | str)
     listed = list(parts) if is_list else []
-    first = next(iter(listed[0].values()), None) if listed and isinstance(listed[0], Mapping) else None
-    with same_on_all_ranks(check, {"group": group}, first) as compared:
+    values = [value for part in listed if isinstance(part, Mapping) for value in part.values()]
+    on_device = next((value for value in values if isinstance(value, Tensor)), None)
+    with same_on_all_ranks(check, {"group": group}, on_device) as compared:
         if not is_list:
             check.fail("parts", "a list of metrics", Unquoted(f"a {type(parts).__name__}"), TypeError)
         by_name = _divisors(check, listed, divisors)
         if compared is not None:
             compared["the keys of parts"] = list(by_name)
             compared["divisors"] = [*by_name.values()]
-    table = torch.stack([torch.stack([part[name].detach().double() for name in by_name]) for part in listed])
+    device = None if on_device is None else on_device.device
+    table = torch.stack([torch.stack([_fp64(part[name], device) for name in by_name]) for part in listed])
     combined = _combined(by_name, table)  # [metrics]
     if group is not None:
         combined = _combined(by_name, gather(combined, group.group_name))
-    values = dict(zip(by_name, combined.unbind(), strict=True))
-    if "invalid" in values:
-        values["invalid"] = values["invalid"].long()
-    return values
+    metrics = dict(zip(by_name, combined.unbind(), strict=True))
+    if "invalid" in metrics:
+        metrics["invalid"] = metrics["invalid"].long()
+    return metrics
+
+
+def _fp64(value: Tensor | float, device: torch.device | None) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return torch.full((), value, dtype=torch.float64, device=device)  # unlike a copy, the host does not wait
 
 
 def _divisors(
-    check: TensorChecks, parts: Sequence[Mapping[str, Tensor]], own: Mapping[str, str | None] | None
+    check: TensorChecks, parts: Sequence[Mapping[str, Tensor | float]], own: Mapping[str, str | None] | None
 ) -> dict[str, str | None]:
     """Check the parts. Return the divisor of each metric, or None for sums and effective sample sizes."""
     if not parts:
@@ -128,8 +139,8 @@ def _divisors(
         for name, value in part.items():
             if not isinstance(name, str):
                 check.fail("parts", "dicts with the names of metrics as keys", name, TypeError)
-            if not isinstance(value, Tensor) or value.ndim:
-                check.fail(f"{name} in parts", "a tensor []", value, TypeError)
+            if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.ndim):
+                check.fail(f"{name} in parts", "a tensor [] or a number", value, TypeError)
         for name in part.keys() ^ parts[0].keys():
             check.fail("parts", "dicts with the same keys", Unquoted(f"{name!r} only in some"))
     if not parts[0]:
@@ -146,6 +157,9 @@ def _divisors(
             expected = f"metrics of gspo_kernels, or listed in divisors ({{{name!r}: 'tokens'}} for a mean over tokens)"
             check.fail("parts", expected, Unquoted(repr(name)))
     divisors = {name: own[name] if name in own else divisor_of(name) for name in parts[0]}
+    for name, divisor in own.items():
+        if divisor not in (None, *divisors):
+            check.fail(f"divisors[{name!r}]", "the name of a sum in parts, such as 'tokens'", divisor)
     for name, divisor in divisors.items():
         for needed in (divisor, *_components(name)):
             if needed not in (None, *divisors):

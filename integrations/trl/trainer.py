@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import textwrap
 import warnings
 import weakref
@@ -81,8 +82,8 @@ class GSPOTrainer(GRPOTrainer):
 
     Raises:
         ValueError, TypeError: `accelerate_trainer` would refuse the settings or the class, `args` is not a GRPOConfig,
-            or GRPOTrainer's loss does not know its `importance_sampling_level`. These errors come before the model is
-            loaded.
+            GRPOTrainer's loss does not know its `importance_sampling_level`, or `model` is a path to a missing folder.
+            These errors come before the model is loaded.
         HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
 
     Warns:
@@ -106,6 +107,8 @@ class GSPOTrainer(GRPOTrainer):
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
         args = GSPOConfig(output_dir="gspo") if args is None else args
         settings = _settings_of_gspo_trainer(type(self), args)
+        if isinstance(model, str) and model.startswith(("/", ".")) and not os.path.isdir(model):  # no hub id
+            Checks("GSPOTrainer").fail("model", "a folder that exists, a hub id or a model", model)
         if args.importance_sampling_level == "token":
             for name in ("_tag_names", "_name", "_paper"):  # of the model card
                 setattr(self, name, getattr(GRPOTrainer, name))

@@ -108,6 +108,7 @@ class OwnLogProbs(GSPOTrainer):
 # A class of configurations, settings that are made after it was checked, and the message.
 REFUSED_EARLY: dict[str, tuple[type, dict[str, Any], str]] = {
     "another class": (transformers.TrainingArguments, {}, "args must be a GSPOConfig or GRPOConfig, got a TrainingArg"),
+    "a missing folder": (GSPOConfig, {}, "model must be a folder that exists, a hub id or a model, got '/.*/no model'"),
     "head in fp32": (GSPOConfig, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 must be False"),
     "Liger's kernels on a CPU": (
         GSPOConfig,
@@ -129,7 +130,7 @@ REFUSED_EARLY: dict[str, tuple[type, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_EARLY)
-def test_gspo_trainer_refuses_settings_before_it_loads_the_model(name: str, tmp_path: Path) -> None:
+def test_gspo_trainer_refuses_arguments_before_it_loads_the_model(name: str, tmp_path: Path) -> None:
     kind, settings, message = REFUSED_EARLY[name]
     if "entropy_coef" in settings and "entropy_coef" not in GRPOConfig.__dataclass_fields__:
         pytest.skip(f"TRL {trl.__version__} has no entropy bonus")

@@ -186,22 +186,6 @@ class FusedHead:
         # accelerate stores the forward inside its wrapper as `_original_forward`.
         return self._forwards[-1] in (self.model.forward, vars(self.model).get("_original_forward"))
 
-    def uninstall(self) -> None:
-        """Undo every `install` after the first, unless another wrapper encloses it."""
-        while len(self._forwards) > 1 and self._is_called():
-            self._unwrap()
-
-    def _is_called(self) -> bool:
-        return vars(self.model).get("forward") == self._forwards[-1]
-
-    def _unwrap(self) -> None:
-        """Undo the last `install`."""
-        wrapped = _method_of(self.model, self._forwards.pop().wrapped)
-        if getattr(wrapped, "__func__", None) is type(self.model).forward:
-            del self.model.forward  # the class's forward becomes visible again
-        else:
-            self.model.forward = wrapped
-
     @property
     def options(self) -> LogitOptions:
         """The operations that the model applies to its logits. Raise a HeadError before the first measurement."""
@@ -286,9 +270,13 @@ class FusedHead:
         """
         if _ATTRIBUTE not in vars(self.model):
             return
-        if len(self._forwards) > 1 or not self._is_called():
+        if len(self._forwards) > 1 or vars(self.model).get("forward") != self._forwards[-1]:
             raise HeadError("FusedHead.remove: model.forward must be the one that fuse_head installed, got another one")
-        self._unwrap()
+        wrapped = _method_of(self.model, self._forwards[-1].wrapped)
+        if getattr(wrapped, "__func__", None) is type(self.model).forward:
+            del self.model.forward  # the class's forward becomes visible again
+        else:
+            self.model.forward = wrapped
         delattr(self.model, _ATTRIBUTE)
 
     def run(self, forward: Callable[..., Any], *args: Any, with_head: Callable[..., Any], **kwargs: Any) -> Any:

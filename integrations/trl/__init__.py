@@ -7,16 +7,22 @@
 and without storing logits. The backward of the head skips tokens whose log-prob gets no gradient from the loss. TRL's
 own code computes the loss and its metrics, so all of TRL's options work.
 
-TRL 1.15 and later asks the model for log-probs (`model(..., fused_lm_head=True)`), so we wrap the model's forward. TRL
-0.29 to 1.14 computes log-probs from logits in the trainer's method `_get_per_token_logps_and_entropies`, so we replace
-that method on the instance.
+TRL asks the model for log-probs (`model(..., fused_lm_head=True)`), so we wrap the model's forward.
 """
 
 from gspo_kernels.extras import needs
 
 with needs(__name__, "trl", "trl"):
+    import trl
+    from packaging.version import Version
+
+    if Version(trl.__version__) < Version("1.15"):
+        raise ImportError(
+            f"{__name__} needs TRL 1.15 or later, with Python 3.11 or later, got TRL {trl.__version__}: "
+            "pip install 'trl>=1.15'"
+        )
     from .clip_noise import ClipNoiseCallback
     from .config import GSPOConfig
-    from .trainer import GSPOTrainer, accelerate_trainer, restore_trainer
+    from .trainer import GSPOTrainer, accelerate_trainer
 
-__all__ = ["ClipNoiseCallback", "GSPOConfig", "GSPOTrainer", "accelerate_trainer", "restore_trainer"]
+__all__ = ["ClipNoiseCallback", "GSPOConfig", "GSPOTrainer", "accelerate_trainer"]

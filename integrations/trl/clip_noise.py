@@ -13,7 +13,7 @@ from gspo_kernels import Objective
 from gspo_kernels.validation import Checks, Unquoted
 
 from ..huggingface import ClipNoise, LogProbsByPrecision, clip_noise, log_probs_by_precision
-from .config import ASKS_THE_MODEL, CLIPPING_LOSS_TYPES
+from .config import CLIPPING_LOSS_TYPES
 from .zero_advantage import live_rows, loss_mask
 
 
@@ -55,7 +55,7 @@ class ClipNoiseCallback(TrainerCallback):
         if self._generate_every <= args.gradient_accumulation_steps:
             expected = "settings with several updates per rollout (steps_per_generation, num_iterations)"
             check.fail("trainer", expected, Unquoted("one update, where the ratio is always 1"))
-        self._temperature = trainer.temperature
+        self._temperature = trainer.temperature  # TRL, too, reads it only when the trainer is made
         self._next_step = 0
         self._rollout: Any = None  # the buffer of the rollout whose first update has been seen
         self._batch: dict[str, Tensor] = {}
@@ -88,15 +88,14 @@ class ClipNoiseCallback(TrainerCallback):
         trainer, batch = self.trainer, self._batch
         ids, attended = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
         mask = torch.cat([torch.zeros_like(batch["prompt_mask"]), loss_mask(batch)], 1)
-        temperature = self._temperature if ASKS_THE_MODEL else trainer.temperature  # as TRL's loss reads it
-        out = log_probs_by_precision(trainer.model, ids, attended, mask, temperature=temperature)
+        out = log_probs_by_precision(trainer.model, ids, attended, mask, temperature=self._temperature)
         return LogProbsByPrecision(*(x[:, batch["prompt_ids"].shape[1] - 1 :] for x in out))
 
     def _objective(self) -> Objective:
         """The ratio and the clip window of the trainer's present settings."""
         trainer = self.trainer
-        ratio = trainer.importance_sampling_level.replace("_", "-")
-        return Objective(ratio, "clip", trainer.epsilon_low, trainer.epsilon_high, delta=trainer.args.delta)
+        window = (trainer.epsilon_low, trainer.epsilon_high)
+        return Objective(trainer.importance_sampling_level, "clip", *window, delta=trainer.args.delta)
 
     def _log(self, before: LogProbsByPrecision, after: LogProbsByPrecision) -> None:
         trainer, batch = self.trainer, self._batch

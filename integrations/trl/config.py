@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import trl
-from trl.trainer import utils
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -22,12 +19,8 @@ from ..backwards import BackwardSettings
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSS_TYPES = (*CLIPPING_LOSS_TYPES, "cispo", "sapo", "vespo")  # of TRL 0.29 to 1.16
+LOSS_TYPES = (*CLIPPING_LOSS_TYPES, "cispo", "sapo", "vespo")  # of TRL 1.15 and 1.16
 LEVELS = ("token", "sequence")
-TOKEN_LEVEL = "sequence_token"  # of the trainer in trl.experimental.gspo_token, which TRL 1.14 removed
-# Looking for the folder does not import trl.experimental, which would warn.
-HAS_GSPO_TOKEN = Path(trl.__file__).with_name("experimental").joinpath("gspo_token").is_dir()
-ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
 METHOD = "_get_per_token_logps_and_entropies"
 
 
@@ -131,14 +124,7 @@ def _check_loss(config: GSPOConfig) -> None:
     """
     check = Checks("GSPOConfig")
     loss_type = config.loss_type
-    level = config.importance_sampling_level
-    if level == TOKEN_LEVEL and not HAS_GSPO_TOKEN:
-        expected = (
-            f"'token' or 'sequence' with TRL {trl.__version__} ({TOKEN_LEVEL!r} needs the trainer of "
-            "trl.experimental.gspo_token, which TRL 0.29 to 1.13 contain)"
-        )
-        check.fail("importance_sampling_level", expected, level)
-    check.choice("importance_sampling_level", level, (*LEVELS, TOKEN_LEVEL) if HAS_GSPO_TOKEN else LEVELS)
+    check.choice("importance_sampling_level", config.importance_sampling_level, LEVELS)
     check.choice("loss_type", loss_type, LOSS_TYPES)
     if loss_type in CLIPPING_LOSS_TYPES:
         expected = f"a number from 0 to 1 with loss_type={loss_type!r}, whose lower clip bound is 1 - epsilon"
@@ -158,35 +144,25 @@ def _check_loss(config: GSPOConfig) -> None:
     check.number("beta", config.beta, "a finite number >= 0", lambda x: 0 <= x < math.inf)
     for name in ("temperature", "sapo_temperature_pos", "sapo_temperature_neg"):
         check.number(name, getattr(config, name), "a finite number > 0", lambda x: 0 < x < math.inf)
-    if loss_type == "vespo" and hasattr(config, "vespo_k_pos"):  # absent in old versions of TRL
+    if loss_type == "vespo":
         for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
             check.number(name, getattr(config, name), "a finite number >= 0", lambda x: 0 <= x < math.inf)
 
 
-def check_trainer(place: str, kind: type[GRPOTrainer], args: Any) -> None:
-    """Check that a trainer of class `kind` with the settings `args` can be accelerated.
+def check_trainer(place: str, args: Any) -> None:
+    """Check that a trainer with the settings `args` can be accelerated.
 
     Args:
         place: the function or class that the user called, for messages.
 
     Raises:
-        ValueError: a setting is not supported, or before TRL 1.15 the class overrides TRL's log-probs.
+        ValueError: a setting is not supported.
     """
     check = Checks(place)
-    if getattr(args, "cast_lm_head_to_fp32", False):
+    if args.cast_lm_head_to_fp32:
         check.fail("cast_lm_head_to_fp32", "False (our logits are fp32 whatever the head's dtype)", True)
-    if hasattr(GRPOTrainer, "compute_liger_loss") and args.use_liger_kernel:
-        check.fail("use_liger_kernel", "False before TRL 1.14 (Liger's loss reads no log-probs)", True)
     if args.use_liger_kernel and args.device.type == "cpu":  # otherwise Triton fails in the first step
         check.fail("use_liger_kernel", "False on a CPU (Liger's layers are Triton kernels, which need a GPU)", True)
-    if overrides_log_probs(kind) and not ASKS_THE_MODEL:
-        expected = "GRPOTrainer's own before TRL 1.15 (instead, call linear_log_probs in your override)"
-        check.fail(METHOD, expected, Unquoted(f"an override in {kind.__name__}"))
-
-
-def overrides_log_probs(kind: type[GRPOTrainer]) -> bool:
-    """True if a class of trainers has its own method for log-probs."""
-    return getattr(kind, METHOD) is not getattr(GRPOTrainer, METHOD)
 
 
 def backward_settings(
@@ -238,9 +214,8 @@ def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> N
         )
     bounds = {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
     level = trainer.importance_sampling_level
-    clips_sequences = level in ("sequence", TOKEN_LEVEL) and trainer.loss_type in CLIPPING_LOSS_TYPES
     wide = [f"{name}={bound:g}" for name, bound in bounds.items() if bound >= TOKEN_WINDOW]
-    if clips_sequences and wide:
+    if level == "sequence" and trainer.loss_type in CLIPPING_LOSS_TYPES and wide:
         warn_once(
             f"gspo_kernels: {', '.join(wide)} is a clip window for token ratios. The sequence ratio of "
             f"importance_sampling_level={level!r} hardly ever gets that far from 1. GSPO's paper uses epsilon=3e-4 and "

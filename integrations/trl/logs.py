@@ -1,4 +1,4 @@
-"""What an accelerated TRL trainer prints, logs and does before each batch. `restore_methods` undoes all of it."""
+"""What an accelerated TRL trainer prints, logs and does before each batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from accelerate.utils import DistributedType
 
 from gspo_kernels.inputs.lm_head import take_apart
-from gspo_kernels.validation import Checks, Unquoted, dtype_name
+from gspo_kernels.validation import dtype_name
 
 from ..backwards import BackwardMetrics, BackwardSettings, describe_backend
 from ..huggingface.fused_head import FusedHead
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the accelerator's mixed precision
-_REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds its replaced methods: name -> (before, ours)
+_REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds `method_before` of its replaced methods, by name
 
 
 def print_settings(place: str, trainer: Any, head: FusedHead, settings: BackwardSettings, skipping: str) -> None:
@@ -71,32 +71,12 @@ def call_before_each_batch(trainer: Any, function: Callable[[], None]) -> None:
 
 
 def replace_method(trainer: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of the instance until `restore_methods`. A method may be replaced several times."""
-    replaced = vars(trainer).setdefault(_REPLACED, {})
-    before = replaced[name][0] if name in replaced else vars(trainer).get(name)
-    replaced[name] = (before, function)
+    """Replace a method of the instance. A method may be replaced several times."""
+    vars(trainer).setdefault(_REPLACED, {}).setdefault(name, method_before(trainer, name))
     setattr(trainer, name, function)
 
 
 def method_before(trainer: Any, name: str) -> Any:
     """The method as it was before `replace_method`: the instance's or, if it has none, the function of its class."""
     replaced = vars(trainer).get(_REPLACED, {})
-    before = replaced[name][0] if name in replaced else vars(trainer).get(name)
-    return getattr(type(trainer), name) if before is None else before
-
-
-def restore_methods(trainer: Any, check: Checks) -> None:
-    """Undo all calls of `replace_method`.
-
-    Raises:
-        ValueError: other code has replaced a method since then. Nothing is changed.
-    """
-    replaced = vars(trainer)[_REPLACED]
-    for name, (_, ours) in replaced.items():
-        if vars(trainer).get(name) is not ours:
-            check.fail(f"trainer.{name}", "the one that accelerate_trainer installed", Unquoted("another one"))
-    for name, (previous, _) in replaced.items():
-        delattr(trainer, name)
-        if previous is not None:
-            setattr(trainer, name, previous)
-    delattr(trainer, _REPLACED)
+    return replaced[name] if name in replaced else vars(trainer).get(name, getattr(type(trainer), name))

@@ -1,4 +1,4 @@
-"""Answers TRL 1.15 and later, which asks the model for log-probs: `model(..., fused_lm_head=True)`."""
+"""Answers TRL, which asks the model for log-probs: `model(..., fused_lm_head=True)`."""
 
 from __future__ import annotations
 

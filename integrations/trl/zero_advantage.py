@@ -11,7 +11,6 @@ and every rank gets as many of them as the others.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -100,8 +99,8 @@ def _inexact_setting(trainer: Any) -> str | None:
     reasons = {
         f"an override of {', '.join(overrides)}": overrides,
         f"beta={trainer.beta}": trainer.beta != 0,
-        "an entropy bonus": getattr(trainer, "_entropy_bonus_enabled", False),
-        f"router_aux_loss_coef={getattr(args, 'router_aux_loss_coef', 0)}": getattr(trainer, "aux_loss_enabled", False),
+        "an entropy bonus": trainer._entropy_bonus_enabled,
+        f"router_aux_loss_coef={args.router_aux_loss_coef}": trainer.aux_loss_enabled,
         f"top_entropy_quantile={trainer.top_entropy_quantile}": trainer.top_entropy_quantile < 1,
         f"loss_type={trainer.loss_type!r}": trainer.loss_type not in LOSS_TYPES,
         f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
@@ -114,7 +113,7 @@ def _inexact_setting(trainer: Any) -> str | None:
 
 def _dependence_on_length(trainer: Any) -> str | None:
     """Name what forbids cropping answers to the longest one that runs."""
-    if getattr(trainer, "pad_to_multiple_of", None):
+    if trainer.pad_to_multiple_of:
         return f"pad_to_multiple_of={trainer.pad_to_multiple_of}"
     return rope_of_longest_row(trainer.model)
 
@@ -192,11 +191,10 @@ class LiveAnswers:
     """
 
     def __init__(self, trainer: Any) -> None:
-        """Replace methods of the trainer until `restore_trainer`, after a call of `decide`."""
+        """Replace methods of the trainer. Before training, call `decide`."""
         self.trainer = trainer
         self.requested: bool | None = None
         self.skipping = Skipping(False, False, False, "")
-        self.returns_aux_loss = "compute_aux_loss" in inspect.signature(getattr(GRPOTrainer, METHOD)).parameters
         self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
         self._log_probs: Tensor | None = None  # the latest, [B, C]
         self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch
@@ -243,7 +241,7 @@ class LiveAnswers:
         if self._is_rollout:
             self._is_rollout, self._is_deferred = False, True
             placeholder = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
-            return (placeholder, None, None) if self.returns_aux_loss else (placeholder, None)
+            return placeholder, None, None
         if self._batch is None:
             out = self._replaced[METHOD](model, input_ids, attention_mask, logits_to_keep, *args, **options)
         else:
@@ -457,16 +455,6 @@ class LiveAnswers:
         if buffered is not None and self._is_deferred and any(_OLD not in batch for batch in buffered):
             self.trainer._buffered_inputs = None
 
-    def leave(self) -> None:
-        """Remove the callback, and leave a rollout that TRL can go on with."""
-        self.trainer.remove_callback(self._steps)
-        self._forget_rollout()
-        if self._orders and self.trainer._buffered_inputs is not None:
-            if len(self._orders[0]) > 1:  # rows of other ranks, which may not leave now
-                self.trainer._buffered_inputs = None
-            else:
-                self._move_rows_back()
-
 
 class EqualRewards:
     """Sets the advantages of groups with bitwise equal rewards to exactly 0, or only says once that they are not 0.
@@ -476,7 +464,7 @@ class EqualRewards:
     """
 
     def __init__(self, trainer: Any, zeroes: bool) -> None:
-        """Replace methods of the trainer until `restore_trainer`."""
+        """Replace methods of the trainer."""
         self.trainer = trainer
         self.zeroes = zeroes
         self._rewards = torch.empty(0)  # [answers of all ranks, functions]

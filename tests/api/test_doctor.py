@@ -153,7 +153,7 @@ VERSIONS: list[tuple[dict[str, str | None], dict[str, str], str]] = [  # install
         {"trl": "1.99.0", "torch": "2.9.0+cu128", "verl": "0.9.1"},
         {"torch": "ok"},
         f"torch 2.9.0+cu128 is too old: >=2.11 is required, run pip install torch=={PINS['torch']}; "
-        f"trl 1.99.0 is too new: >=0.29,<1.17 is required, run pip install trl=={PINS['trl']}",
+        f"trl 1.99.0 is too new: >=1.15,<1.17 is required, run pip install trl=={PINS['trl']}",
     ),
 ]
 

@@ -47,11 +47,11 @@ FAULTS: dict[str, Fault] = {
         "self._config.learning_rate_at(max(0, self.updates - 1))",
         "trainer_numbers::test_the_optimizer_takes_the_step_of_adamw",
     ),
-    "hidden states shifted by one token before TRL 1.15": (
-        "_score.score",
-        "hidden[:, :-1][:, -targets.shape[1] :]",
-        "hidden[:, -targets.shape[1] :]",
-        "trainers/trl::test_log_probs_before_trl_1_15_equal_those_of_logits",
+    "TRL's hidden states shifted by one token": (
+        "ModelLogProbs.__call__",
+        "hidden if shift_labels is not None else hidden[:, :-1]",
+        "hidden if shift_labels is not None else hidden[:, 1:]",
+        "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
     ),
     "verl: the loss divides by the tokens of the answers that ran": (
         "LiveBatch.loss",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import datasets
 import transformers
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels.integrations.trl import model_forward
-from gspo_kernels.integrations.trl import trainer as trl_adapter
 
 LETTERS = "abcdefgh"
 SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
@@ -106,5 +105,4 @@ def make_trainer(
 
 def replace_log_probs(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
     """Make accelerated trainers call `function` in place of `linear_log_probs`."""
-    for module in (trl_adapter, model_forward):
-        monkeypatch.setattr(module, "linear_log_probs", function)
+    monkeypatch.setattr(model_forward, "linear_log_probs", function)

@@ -74,7 +74,7 @@ def test_the_core_requires_and_imports_only_torch_and_triton() -> None:
         for name, packages in packages_distributions().items()
         if name.isidentifier() and not present & {canonicalize_name(package) for package in packages}
     ]
-    assert {"typer", "rich", "yaml", "transformers", "trl", "matplotlib", "pytest"} <= set(absent)
+    assert {"typer", "rich", "yaml", "transformers", "peft", "matplotlib", "pytest"} <= set(absent)
     done = run_without(absent, "\n".join(f"import {name}" for name in [*MODULES, *INTEGRATIONS]))
     assert done.returncode == 0, done.stderr[-2000:]
 

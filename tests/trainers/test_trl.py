@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ import pytest
 import torch
 from helpers.trl_trainer import SEQUENCE, SHAPE, checkpoint, make_trainer
 
-pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import datasets
 import transformers
-import trl
 from helpers.pages import TRL_EXISTING_LINES, TRL_LINES
 from helpers.ranks import run_ranks
 from tolerance import (
@@ -26,15 +26,13 @@ from tolerance import (
     TRAINER_LOG_ABSOLUTE,
     TRAINER_LOG_RELATIVE,
 )
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations.backwards import METRICS
-from gspo_kernels.integrations.huggingface import base_model, fuse_head
+from gspo_kernels.integrations.huggingface import HeadError, base_model, fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
-from gspo_kernels.integrations.trl.trainer import _LogProbs
 
-asks_the_model = hasattr(trl.trainer.utils, "add_fused_lm_head")  # from TRL 1.15, the model returns log-probs
 # TRL computes every loss from our log-probs and entropies, so the cases differ in how it uses those.
 CONFIGS: dict[str, dict[str, Any]] = {
     "gspo": SEQUENCE,
@@ -42,7 +40,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gspo, four updates per rollout": {**SEQUENCE, "num_iterations": 2, "gradient_accumulation_steps": 1},
     "gspo, delta, kl": {**SEQUENCE, "delta": 1.0006, "beta": 0.1, "use_bias_correction_kl": True},
     "gspo, plain kl, LoRA": {**SEQUENCE, "beta": 0.1, "use_bias_correction_kl": False, "lora": ["q_proj"]},
-    "LoRA on the head": {**SEQUENCE, "lora": ["q_proj", "lm_head"]},
     "dr_grpo, entropy bonus": {"loss_type": "dr_grpo", "entropy_coef": 0.02},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo, high entropy": {"loss_type": "sapo", "top_entropy_quantile": 0.5},
@@ -50,7 +47,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "truncated answers masked": {**SEQUENCE, "mask_truncated_completions": True},
     "tool mask, advantages per token": {**SEQUENCE, "tools": True},
 }
-KNOWN = {f.name for f in dataclasses.fields(GRPOConfig)} | {"lora", "tools"}
 
 
 class OverridesLogProbs(GRPOTrainer):
@@ -67,22 +63,12 @@ class WithTools:
         return super()._compute_loss(model, {**inputs, "tool_mask": tools, "advantages": advantages})  # type: ignore
 
 
-def configuration(name: str) -> dict[str, Any]:
-    options = dict(CONFIGS[name])
-    if asks_the_model and "lm_head" in options.get("lora", ()):
-        pytest.skip(f"TRL {trl.__version__} refuses adapters on the head")
-    missing = set(options) - KNOWN
-    if missing:
-        pytest.skip(f"TRL {trl.__version__} has no {missing}")
-    return options
-
-
 Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # log history and parameters
 
 
 def train(name: str, ours: bool, folder: Path) -> Trained:
     """Return the log history and the trained parameters after a few steps of plain SGD."""
-    options = configuration(name)
+    options = dict(CONFIGS[name])
     lora, tools = options.pop("lora", None), options.pop("tools", False)
     trainer_class: Any = GSPOTrainer if ours else GRPOTrainer
     if tools:
@@ -124,8 +110,6 @@ def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path)
 
 
 def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
-    if "router_aux_loss_coef" not in KNOWN:
-        pytest.skip(f"TRL {trl.__version__} has no auxiliary loss of experts")
     logs = []
     for kind in (GRPOTrainer, GSPOTrainer):
         folder = tmp_path / kind.__name__
@@ -179,7 +163,6 @@ def test_training_on_two_ranks_equals_training_with_trls_log_probs(tmp_path: Pat
     compare(*(torch.load(tmp_path / name / "trained.pt") for name in ("stock", "ours")))
 
 
-@pytest.mark.skipif(not asks_the_model, reason="needs TRL 1.15, which reads heads itself")
 def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
     """TRL 1.16 does not know the name of RecurrentGemma's soft-cap."""
     torch.manual_seed(0)
@@ -205,7 +188,7 @@ def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
 def test_the_documented_lines_run(tmp_path: Path) -> None:
     existing = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
     exec(TRL_EXISTING_LINES, {"trainer": existing})
-    assert fuse_head(base_model(existing.model)).fused_lm_head is not None or not asks_the_model
+    assert fuse_head(base_model(existing.model)).fused_lm_head is not None
     scope: dict[str, Any] = {
         "model": checkpoint(tmp_path / "other"),
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
@@ -219,7 +202,6 @@ def test_the_documented_lines_run(tmp_path: Path) -> None:
     assert isinstance(scope["trainer"], GSPOTrainer) and scope["trainer"].epsilon_high == 4e-4
 
 
-@pytest.mark.skipif(not asks_the_model, reason="earlier releases accept such adapters, see CONFIGS")
 def test_an_adapter_on_the_head_is_trained_with_our_trainer_only(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
@@ -241,26 +223,6 @@ def test_an_adapter_on_the_head_is_trained_with_our_trainer_only(tmp_path: Path)
     assert all(not torch.equal(p, before[name]) for name, p in adapters.items())
     with pytest.raises(ValueError, match="lm_head"):  # TRL's own trainer still refuses the adapter
         make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
-
-
-@pytest.mark.skipif(asks_the_model, reason="needs TRL before 1.15")
-def test_before_trl_1_15_images_stay_with_trl_and_unsupported_settings_raise(tmp_path: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
-    calls = []
-    name = "_get_per_token_logps_and_entropies"
-    setattr(trainer, name, lambda *args, **kwargs: calls.append(kwargs))
-    log_probs = _LogProbs(trainer)
-    ids = torch.randint(2, 10, (2, 7))
-    with pytest.warns(UserWarning, match="TRL before 1.15 computes the log-probs of inputs with pixel_values"):
-        log_probs(trainer.model, ids, torch.ones_like(ids), 3, pixel_values=torch.ones(1), num_images=None)
-    assert calls[0]["pixel_values"] is not None and calls[0]["num_images"] is None
-
-    with pytest.raises(ValueError, match="got an override in OverridesLogProbs"):
-        accelerate_trainer(make_trainer(OverridesLogProbs, checkpoint(tmp_path / "model"), tmp_path))
-    if hasattr(GRPOTrainer, "compute_liger_loss"):
-        trainer.args.use_liger_kernel = True
-        with pytest.raises(ValueError, match="use_liger_kernel must be False"):
-            accelerate_trainer(trainer)
 
 
 def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,38 +262,10 @@ def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> 
 def test_other_objects_raise_and_overridden_log_probs_are_warned_of(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="trainer must be a GRPOTrainer"):
         accelerate_trainer(checkpoint(tmp_path / "model"))  # type: ignore[arg-type]
-
-    if asks_the_model:
-        with pytest.warns(UserWarning, match="is an override in OverridesLogProbs"):
-            accelerate_trainer(make_trainer(OverridesLogProbs, checkpoint(tmp_path / "model"), tmp_path))
+    with pytest.warns(UserWarning, match="is an override in OverridesLogProbs"):
+        accelerate_trainer(make_trainer(OverridesLogProbs, checkpoint(tmp_path / "model"), tmp_path))
 
 
-def test_log_probs_before_trl_1_15_equal_those_of_logits(tmp_path: Path) -> None:
-    """Compare log-probs and entropies of the last tokens, at a temperature, computed in batches of two.
-
-    Entropies have a gradient only with an entropy bonus.
-    """
-    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, temperature=0.7)
-    model = trainer.model
-    keep = 3
-    fuse_head(base_model(model))
-    ids = torch.randint(2, 10, (3, 7))
-    attended = torch.ones(3, 7, dtype=torch.long)
-    attended[0, -1] = attended[1, :2] = 0
-    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, -keep - 1 : -1] / 0.7
-    dense = logits.log_softmax(-1)
-    mask = attended[:, -keep:]
-    for bonus in (False, True):
-        trainer._entropy_bonus_enabled = bonus
-        log_probs, entropies, *_ = _LogProbs(trainer)(model, ids, attended, keep, batch_size=2, compute_entropy=True)
-        expected = dense.gather(-1, ids[:, -keep:, None])[..., 0] * mask
-        torch.testing.assert_close(log_probs, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-        expected = -(dense.exp() * dense).sum(-1) * mask
-        torch.testing.assert_close(entropies, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-        assert log_probs.requires_grad and entropies.requires_grad == bonus
-
-
-@pytest.mark.skipif(not asks_the_model, reason="needs TRL 1.15, which calls model(fused_lm_head=True)")
 def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Path) -> None:
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, beta=0.1)
     accelerate_trainer(trainer)
@@ -345,3 +279,22 @@ def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Pat
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         out = base(input_ids=ids, labels=labels, fused_lm_head=True)
         torch.testing.assert_close(out.loss, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_pickled_model_of_a_trainer_is_a_model_of_its_own_and_a_deep_copy_is_refused(
+    trained: bool, tmp_path: Path
+) -> None:
+    """TRL's forward is a closure that runs the original, even on a deep copy."""
+    options: dict[str, Any] = {**SEQUENCE, "max_steps": 2}
+    first = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options, bf16=trained)
+    if trained:
+        first.train()  # with bf16, accelerate wraps the forward
+    before = [p.detach().clone() for p in first.model.parameters()]
+    with pytest.raises(HeadError, match="is this a deep copy of a trainer's model"):
+        make_trainer(GSPOTrainer, copy.deepcopy(first.model), tmp_path, **options)
+    second = make_trainer(GSPOTrainer, pickle.loads(pickle.dumps(first.model)), tmp_path, **options)
+    second.train()
+    assert "gspo/passes" in second.state.log_history[0]
+    assert all(map(torch.equal, first.model.parameters(), before))
+    assert not all(map(torch.equal, second.model.parameters(), before))

@@ -11,7 +11,7 @@ from helpers.counters import LiveBytes
 from helpers.tile_choices import Chosen, choices, d_logits, kept, small_tiles
 from helpers.trl_trainer import SEQUENCE, SHAPE, checkpoint, make_trainer, replace_log_probs, tokenizer
 
-pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import datasets
 import transformers
@@ -27,7 +27,6 @@ from gspo_kernels.integrations import backwards
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
-from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL
 
 BUDGET = 1e-2
 KEYS = [f"gspo/{name}" for name in METRICS]
@@ -235,7 +234,6 @@ def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatc
         assert set(calls) == {settings}
 
 
-@pytest.mark.skipif(not ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
 def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     options: dict[str, Any] = SEQUENCE | {"num_iterations": 1, "max_steps": 1}
     first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.readme import TRL_EXAMPLE, WITH_TRL
 
-pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 from gspo_kernels.integrations.trl import GSPOTrainer

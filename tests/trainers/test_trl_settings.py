@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import inspect
 import re
 import sys
@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import datasets
 import torch
 import transformers
 import trl
 from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer
-from packaging.version import Version
 from tolerance import LOG_PROB_STD
 from trl import GRPOConfig, GRPOTrainer
 
+import gspo_kernels.integrations.trl
 from gspo_kernels import Objective, validation
 from gspo_kernels.integrations.huggingface import clip_noise
 from gspo_kernels.integrations.trl import ClipNoiseCallback, GSPOConfig, GSPOTrainer, accelerate_trainer
-from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL, HAS_GSPO_TOKEN, LOSS_TYPES
+from gspo_kernels.integrations.trl.config import LOSS_TYPES
 
 ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
 
@@ -59,13 +59,12 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [  # a setting, its value, and ot
     ("epsilon_high", None, {"loss_type": "cispo", "epsilon": 0.2}),
     ("delta", 0.9, {}),
     ("loss_type", "gspo", {}),
-    ("importance_sampling_level", "sequences", {}),
-    *([] if HAS_GSPO_TOKEN else [("importance_sampling_level", "sequence_token", {})]),
+    ("importance_sampling_level", "sequence_token", {}),
     ("beta", -0.1, {}),
     ("temperature", NAN, {}),
     ("sapo_temperature_pos", 0.0, {"loss_type": "sapo"}),
     ("sapo_temperature_neg", NAN, {"loss_type": "sapo"}),
-    *([("vespo_lambda_pos", NAN, {"loss_type": "vespo"})] if hasattr(GSPOConfig, "vespo_lambda_pos") else []),
+    ("vespo_lambda_pos", NAN, {"loss_type": "vespo"}),
 ]
 ALLOWED: list[dict[str, Any]] = [
     {"loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None},
@@ -73,7 +72,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"loss_type": "cispo", "importance_sampling_level": "token", "epsilon": 5.0, "epsilon_high": None},
     {"loss_type": "sapo", "importance_sampling_level": "token", "epsilon": 2.0},
     {"loss_type": "vespo", "importance_sampling_level": "token"},
-    {"importance_sampling_level": "sequence_token" if HAS_GSPO_TOKEN else "sequence", "delta": 1.0006, "beta": 0.04},
+    {"importance_sampling_level": "sequence", "delta": 1.0006, "beta": 0.04},
     {"beta": 0, "temperature": 1},
 ]
 
@@ -91,18 +90,10 @@ def test_settings_that_trl_trains_with_are_accepted(options: dict[str, Any]) -> 
     assert {name: getattr(made, name) for name in options} == options
 
 
-def test_the_level_of_gspo_token_is_accepted_where_its_trainer_can_be_imported() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # trl.experimental warns
-        assert HAS_GSPO_TOKEN == (importlib.util.find_spec("trl.experimental.gspo_token") is not None)
-    assert HAS_GSPO_TOKEN or Version(trl.__version__) >= Version("1.14")
-    if not HAS_GSPO_TOKEN:
-        with pytest.raises(ValueError, match=rf"with TRL {trl.__version__} .* which TRL 0.29 to 1.13 contain"):
-            config(importance_sampling_level="sequence_token")
-
-
-class OwnLogProbs(GSPOTrainer):
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
+def test_an_old_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "__version__", "1.14.2")
+    with pytest.raises(ImportError, match=r"needs TRL 1\.15 or later, .* got TRL 1\.14\.2: pip install 'trl>=1\.15'$"):
+        importlib.reload(gspo_kernels.integrations.trl)
 
 
 # A class of configurations, settings that are made after it was checked, and the message.
@@ -113,7 +104,7 @@ REFUSED_EARLY: dict[str, tuple[type, dict[str, Any], str]] = {
     "Liger's kernels on a CPU": (
         GSPOConfig,
         {"use_liger_kernel": True},
-        "use_liger_kernel must be False (on a CPU|before)",
+        "use_liger_kernel must be False on a CPU",
     ),
     "a level that the loss does not know": (
         GRPOConfig,
@@ -132,20 +123,15 @@ REFUSED_EARLY: dict[str, tuple[type, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED_EARLY)
 def test_gspo_trainer_refuses_arguments_before_it_loads_the_model(name: str, tmp_path: Path) -> None:
     kind, settings, message = REFUSED_EARLY[name]
-    if "entropy_coef" in settings and "entropy_coef" not in GRPOConfig.__dataclass_fields__:
-        pytest.skip(f"TRL {trl.__version__} has no entropy bonus")
     args = kind(str(tmp_path), **ON_A_CPU)
     vars(args).update(settings)
     with pytest.raises((ValueError, TypeError), match=f"^GSPOTrainer: {message}"):
         GSPOTrainer(str(tmp_path / "no model"), None, args)
 
 
-def test_gspo_trainer_refuses_variables_and_overrides_before_it_loads_the_model(
+def test_gspo_trainer_refuses_variables_before_it_loads_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not ASKS_THE_MODEL:
-        with pytest.raises(ValueError, match=r"^GSPOTrainer: .* got an override in OwnLogProbs"):
-            OwnLogProbs(str(tmp_path / "no model"), None, config())
     for name in ("GSPO_BACKEND", "GSPO_CACHE_MIB"):
         with monkeypatch.context() as context, pytest.raises(ValueError, match=f"{name} must be"):
             context.setenv(name, "bogus")
@@ -373,7 +359,6 @@ def test_clip_noise_is_logged_and_training_does_not_change(
     )
     model, runs = checkpoint(tmp_path / "model"), []
     for measures in (False, True):
-        torch.manual_seed(0)  # before TRL 1.15, LoRA's weights are drawn before the trainer sets its seed
         trainer = make_trainer(GSPOTrainer, model, tmp_path, **{**SEQUENCE, **options})
         if measures:
             trainer.add_callback(Snapshots(trainer, taken))

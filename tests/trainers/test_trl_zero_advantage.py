@@ -16,14 +16,12 @@ import torch
 from helpers.ranks import run_ranks
 from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer, replace_log_probs
 
-pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import accelerate
 import datasets
 import transformers
-import trl
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from packaging.version import Version
 from tolerance import (
     LOSS_PER_ADVANTAGE,
     MODEL_GRADIENT_RELATIVE,
@@ -36,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, restore_trainer
+from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
 from gspo_kernels.integrations.trl.zero_advantage import (
     LiveAnswers,
     live_rows,
@@ -125,7 +123,7 @@ def steps_of(trainer: Any) -> list[dict[str, float]]:
 def train(ours: bool, folder: Path, reward: Any, tool_mask: bool = False, padded: bool = False, **options: Any) -> Any:
     trainer = trainer_of(folder, reward, **options)
     if padded:
-        trainer.pad_to_multiple_of = 4  # TRL before 1.0 ignores it
+        trainer.pad_to_multiple_of = 4
     if tool_mask:
         generate = trainer._generate_and_score_completions
 
@@ -220,7 +218,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "luspo": {},
     "cispo": {"epsilon_high": 5.0},
     "sapo": {"importance_sampling_level": "token"},
-    **({"vespo": {"importance_sampling_level": "token"}} if hasattr(trl.GRPOConfig, "vespo_k_pos") else {}),
+    "vespo": {"importance_sampling_level": "token"},
 }
 
 
@@ -333,14 +331,9 @@ def test_a_setting_that_a_callback_changes_acts_as_in_stock_trl(
     torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-@pytest.mark.parametrize(("stops_after", "restores"), [(1, False), (5, False), (2, True)])
-def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(
-    stops_after: int, restores: bool, tmp_path: Path
-) -> None:
-    """`stops_after`: 5 is in the first optimizer step of the second rollout. `restores`: stock TRL goes on with it.
-
-    Before the first optimizer step, `restore_trainer` drops a rollout that has no old log-probs.
-    """
+@pytest.mark.parametrize("stops_after", [1, 5])
+def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(stops_after: int, tmp_path: Path) -> None:
+    """`stops_after`: 5 is in the first optimizer step of the second rollout."""
     weights = []
     for ours in (False, True):
         options = {"gradient_accumulation_steps": 2, "steps_per_generation": 8, "max_steps": 6, "max_grad_norm": 1e9}
@@ -350,8 +343,6 @@ def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(
         trainer.add_callback(AtSubstep(stop, stops_after))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        if ours and restores:
-            restore_trainer(trainer)
         trainer.train()  # optimizer steps now begin at odd micro-batches
         weights.append(whole(trainer.model.parameters()))
     torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
@@ -675,19 +666,6 @@ def test_settings_that_make_skipping_inexact_are_named(
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=True\n")
 
 
-def test_a_rollout_without_old_log_probs_is_not_left_to_stock_trl(tmp_path: Path) -> None:
-    class Stop(transformers.TrainerCallback):
-        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
-    trainer = trainer_of(tmp_path, Prompts(0.5))
-    accelerate_trainer(trainer).add_callback(Stop())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert any("old_per_token_logps" not in batch for batch in trainer._buffered_inputs)
-    assert restore_trainer(trainer)._buffered_inputs is None
-
-
 def equal_rewards(prompts: list[str], **_: Any) -> list[float]:
     return [0.7] * len(prompts)
 
@@ -720,8 +698,7 @@ def test_equal_rewards_move_weights_in_stock_trl_only(
         assert (rows, shares) == ({0}, {1})
     else:
         assert moved > 1e-3 and min(map(abs, trainer._logs["advantages"])) > 1e-5
-        is_rounded = Version(trl.__version__) >= Version("1.0")  # TRL's deviation of eight rewards of 0.7
-        assert (rows, shares) == ({1}, {0 if is_rounded else 1})
+        assert (rows, shares) == ({1}, {0})
 
 
 @pytest.mark.parametrize(

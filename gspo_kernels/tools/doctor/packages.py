@@ -25,7 +25,7 @@ class Package:
     name: str
     installed: str | None  # version; None: not installed
     tested: str  # version in constraints.txt, or the one that the extra requires
-    supported: str  # version specifier, such as ">=0.29,<1.17"
+    supported: str  # version specifier, such as ">=1.15,<1.17"
     status: Status  # the installed version, compared with the tested and the supported ones
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from helpers.samples import Sample, call_fused, make_sample, new_leaves, run_fus
 from tolerance import RELATIVE_RMS, check
 from torch import Tensor
 
-from gspo_kernels import LossOutput, Objective
+from gspo_kernels import Objective
 from gspo_kernels.backends.torch import tiles as torch_tiles
 from gspo_kernels.reference import surrogate
 
@@ -35,22 +36,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_tiles, "tile_shape", lambda *_: (8, 7))
 
 
-def assert_same(ours: Tensor, expected: Tensor) -> None:
-    """Assert bitwise equality, with NaN equal to NaN."""
-    assert ours.shape == expected.shape and ours.dtype == expected.dtype
-    assert torch.equal(ours.isnan(), expected.isnan())
-    assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
-
-
-def assert_same_run(ours: tuple[LossOutput, dict[str, Tensor]], expected: tuple[LossOutput, dict[str, Tensor]]) -> None:
-    for a, b in zip(ours[0][:4], expected[0][:4], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert_same(a, b)
-    for key, value in expected[0].metrics.items():
-        assert_same(ours[0].metrics[key], value)
-    for key, value in expected[1].items():
-        assert_same(ours[1][key], value)
+# Bitwise equality of tensors, of dicts and of outputs, with NaN equal to NaN.
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_all_zero(*tensors: Tensor | None) -> None:
@@ -105,23 +92,15 @@ def test_empty_and_masked_sequences_equal_the_oracle(name: str, backend: str) ->
 
 @by_objective
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("normalizer", [None, torch.zeros(()), torch.tensor(0)])
 @triton_is_slow
-def test_a_fully_masked_batch_gives_zero(name: str, packed: bool, backend: str) -> None:
+def test_a_fully_masked_batch_gives_zero(name: str, packed: bool, normalizer: Tensor | None, backend: str) -> None:
     sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), token_weights=True)
-    sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]))
+    sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]), normalizer=normalizer)
     sample.leaves["hidden"].data.fill_(NAN)
     out, grads = run_fused(sample, backend, entropy=True)
     assert_all_zero(out.loss, out.log_probs, out.entropy, out.log_ratio, *grads.values())
     assert all(value.isfinite() for value in out.metrics.values())
-
-
-@pytest.mark.parametrize("normalizer", [torch.zeros(()), torch.tensor(0)])
-def test_a_zero_normalizer_of_a_batch_without_tokens_gives_zero(normalizer: Tensor, backend: str) -> None:
-    for objective in (Objective(), Objective(kl_coef=0.1, entropy_coef=0.1, aggregation="token-mean")):
-        sample = make_sample(2, objective=objective)
-        sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]), normalizer=normalizer)
-        out, grads = run_fused(sample, backend)
-        assert_all_zero(out.loss, *grads.values())
 
 
 def test_masked_entropies_and_log_probs_have_exactly_zero_influence(backend: str) -> None:
@@ -138,7 +117,7 @@ def test_masked_entropies_and_log_probs_have_exactly_zero_influence(backend: str
         assert_all_zero(lp.grad[~mask], entropy.grad[~mask], out.entropy[~mask], out.log_probs[~mask])
         runs.append((out, {"log_probs": lp.grad, "entropy": entropy.grad}))
     for other in runs[1:]:
-        assert_same_run(other, runs[0])
+        assert_same(other, runs[0])
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.3])
@@ -159,38 +138,91 @@ def test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence
     assert all(map(torch.equal, runs[0], runs[1])) and all(map(torch.equal, runs[0], runs[2]))
 
 
-# -- sizes of one, and targets at the ends of tiles
+# -- sizes of one, targets at the ends of tiles, huge logits, banned columns
 
 
-@by_dtype
-@pytest.mark.parametrize("size", ["length", "vocabulary", "width", "batch", "all"])
-def test_sizes_of_one_equal_the_oracle(size: str, dtype: str, backend: str) -> None:
-    options: dict[str, Any] = {
-        "length": {"lengths": (1,) * 12},
-        "vocabulary": {"vocab": 1},
-        "width": {"hidden_size": 1},
-        "batch": {"lengths": (9,)},
-        "all": {"lengths": (1, 1), "vocab": 1, "hidden_size": 1},
-    }[size]
-    for packed, name in itertools.product((False, True), ("grpo", "everything")):
-        objective = Objective(**OBJECTIVES[name])
-        assert_equals_oracle(
-            make_sample(4, dtype=DTYPES[dtype], packed=packed, objective=objective, **options), DTYPES[dtype], backend
-        )
+def of_size_one(**options: Any) -> Callable[[torch.dtype], list[Sample]]:
+    forms = list(itertools.product((False, True), ("grpo", "everything")))
+    return lambda dtype: [
+        make_sample(4, dtype=dtype, packed=packed, objective=Objective(**OBJECTIVES[name]), **options)
+        for packed, name in forms
+    ]
 
 
-@by_dtype
-@pytest.mark.usefixtures("small_tiles")
-def test_targets_at_both_ends_of_the_vocabulary_and_of_every_tile(dtype: str, backend: str) -> None:
+def ends_of_tiles(dtype: torch.dtype) -> list[Sample]:
+    """Targets at both ends of the vocabulary and of every tile."""
+    samples = []
     for vocab in (35, 36, 38):
         starts = range(0, vocab, 7)
         ends = torch.tensor([*starts, *(min(s + 6, vocab - 1) for s in starts)])
-        sample = make_sample(5, dtype=DTYPES[dtype], vocab=vocab, on_policy=True)
+        sample = make_sample(5, dtype=dtype, vocab=vocab, on_policy=True)
         mask = sample.options["mask"]
-        targets = sample.target_ids.clone()
-        targets[mask] = ends.repeat(mask.numel())[: int(mask.sum())]
+        targets = sample.target_ids.masked_scatter(mask, ends.repeat(mask.numel()))
         assert {0, vocab - 1} <= set(targets[mask].tolist())
-        assert_equals_oracle(replace(sample, target_ids=targets), DTYPES[dtype], backend)
+        samples.append(replace(sample, target_ids=targets))
+    return samples
+
+
+def integer_logits_sample(size: float, dtype: torch.dtype, offset: float = 0.0, temperature: Any = 1.0) -> Sample:
+    """Return a sample whose logits are `offset` plus integers of at most about `size`. All operands are integers."""
+    sample = make_sample(8, on_policy=True, dtype=torch.float32, hidden_size=4, objective=Objective(entropy_coef=0.05))
+    rng = torch.Generator().manual_seed(8)
+    hidden = torch.randint(-2, 3, sample.leaves["hidden"].shape, generator=rng).to(dtype)
+    # Half of the columns have similar logits, so that not all distributions are peaked.
+    weight = torch.randint(-1, 2, (37, 4), generator=rng).to(dtype)
+    weight[::2] *= round(size / 8)
+    leaves = {"hidden": hidden, "weight": weight, "bias": torch.full((37,), offset, dtype=dtype)}
+    leaves = {k: v.requires_grad_() for k, v in leaves.items()}
+    return replace(sample, leaves=leaves).with_options(temperature=temperature)
+
+
+def huge_logits(dtype: torch.dtype) -> list[Sample]:
+    sizes = (8, 1e2, 8e3 if dtype == torch.float16 else 1e4)  # fp16 represents 8,000 exactly
+    return [integer_logits_sample(size, dtype) for size in sizes]
+
+
+def extreme_temperatures(dtype: torch.dtype) -> list[Sample]:
+    numbers = (2.0**-7, 2.0**7)
+    temperatures = [*numbers, *(torch.full((12, 12), number) for number in numbers)]
+    return [integer_logits_sample(8, dtype, temperature=x) for x in temperatures]
+
+
+BANNED = [0, 3, *range(14, 21), 25, 40, 48]  # all columns of one tile, and single columns before and after that tile
+
+
+def banned_columns(dtype: torch.dtype) -> list[Sample]:
+    allowed = torch.tensor(sorted(set(range(49)) - set(BANNED)))
+    samples = []
+    for objective in (Objective(), Objective(entropy_coef=0.02)):
+        sample = make_sample(9, dtype=dtype, vocab=49, bias=True, on_policy=True, objective=objective)
+        sample.leaves["bias"].data[BANNED] = -INF
+        targets = torch.where(sample.options["mask"], allowed[sample.target_ids % len(allowed)], -100)
+        samples.append(replace(sample, target_ids=targets))
+    return samples
+
+
+EDGES: dict[str, Callable[[torch.dtype], list[Sample]]] = {
+    "length 1": of_size_one(lengths=(1,) * 12),
+    "vocabulary 1": of_size_one(vocab=1),
+    "width 1": of_size_one(hidden_size=1),
+    "batch 1": of_size_one(lengths=(9,)),
+    "all 1": of_size_one(lengths=(1, 1), vocab=1, hidden_size=1),
+    "ends of tiles": ends_of_tiles,
+    "huge logits": huge_logits,
+    "extreme temperatures": extreme_temperatures,
+    "banned columns": banned_columns,
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.usefixtures("small_tiles")
+def test_an_edge_equals_the_oracle(edge: str, dtype: str, backend: str) -> None:
+    for sample in EDGES[edge](DTYPES[dtype]):
+        assert_equals_oracle(sample, DTYPES[dtype], backend)
+        if edge == "banned columns":
+            _, grads = run_fused(sample, backend)
+            assert_all_zero(grads["weight"][BANNED], grads["bias"][BANNED])
 
 
 # -- enormous ratios and logits
@@ -239,27 +271,6 @@ def test_a_token_weight_of_zero_silences_an_infinite_ratio(ratio: str, backend: 
     assert (gradient[1] != 0).all()
 
 
-def integer_logits_sample(size: float, dtype: torch.dtype, offset: float = 0.0, temperature: float = 1.0) -> Sample:
-    """Return a sample whose logits are `offset` plus integers of at most about `size`. All operands are integers."""
-    sample = make_sample(8, on_policy=True, dtype=torch.float32, hidden_size=4, objective=Objective(entropy_coef=0.05))
-    rng = torch.Generator().manual_seed(8)
-    hidden = torch.randint(-2, 3, sample.leaves["hidden"].shape, generator=rng).to(dtype)
-    # Half of the columns have similar logits, so that not all distributions are peaked.
-    weight = torch.randint(-1, 2, (37, 4), generator=rng).to(dtype)
-    weight[::2] *= round(size / 8)
-    leaves = {"hidden": hidden, "weight": weight, "bias": torch.full((37,), offset, dtype=dtype)}
-    options = {"temperature": temperature} if temperature != 1 else {}
-    return replace(sample, leaves={k: v.requires_grad_() for k, v in leaves.items()}).with_options(**options)
-
-
-@by_dtype
-@pytest.mark.parametrize("size", [8, 1e2, 1e4])
-def test_huge_logits_equal_the_oracle(size: float, dtype: str, backend: str) -> None:
-    if dtype == "fp16" and size > 1e3:
-        size = 8e3  # integers that fp16 represents exactly
-    assert_equals_oracle(integer_logits_sample(size, DTYPES[dtype]), DTYPES[dtype], backend)
-
-
 @by_dtype
 @pytest.mark.parametrize("offset", [slow(-(2.0**13)), slow(2.0**13), -(2.0**15), 2.0**15])
 def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: float, backend: str) -> None:
@@ -271,34 +282,6 @@ def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: 
     for key in ("hidden", "weight"):
         flat = grads[key].flatten(0, -2), expected_grads[key].flatten(0, -2)
         check(f"d_{key}", flat[0], flat[1], flat[1], DTYPES[dtype])
-
-
-@by_dtype
-@pytest.mark.parametrize("temperature", [2.0**-7, 2.0**7])
-def test_extreme_temperatures_equal_the_oracle(dtype: str, temperature: float, backend: str) -> None:
-    for as_tensor in (False, True):
-        sample = integer_logits_sample(8, DTYPES[dtype], temperature=temperature)
-        if as_tensor:
-            sample = sample.with_options(temperature=torch.full(sample.target_ids.shape, temperature))
-        assert_equals_oracle(sample, DTYPES[dtype], backend)
-
-
-@by_dtype
-@pytest.mark.parametrize("name", ["gspo", "entropy-bonus"])
-@pytest.mark.usefixtures("small_tiles")
-def test_banned_columns_equal_the_oracle_and_have_no_gradient(dtype: str, name: str, backend: str) -> None:
-    objective = Objective(**OBJECTIVES[name])
-    sample = make_sample(9, dtype=DTYPES[dtype], vocab=49, bias=True, on_policy=True, objective=objective)
-    # Banned are all columns of one tile, and single columns before and after that tile.
-    banned = torch.zeros(49, dtype=torch.bool)
-    banned[[0, 3, *range(14, 21), 25, 40, 48]] = True
-    allowed = (~banned).nonzero()[:, 0]
-    sample.leaves["bias"].data[banned] = -INF
-    targets = torch.where(sample.options["mask"], allowed[sample.target_ids % len(allowed)], -100)
-    sample = replace(sample, target_ids=targets)
-    assert_equals_oracle(sample, DTYPES[dtype], backend)
-    _, grads = run_fused(sample, backend)
-    assert_all_zero(grads["weight"][banned], grads["bias"][banned])
 
 
 def test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient(backend: str) -> None:
@@ -446,27 +429,24 @@ def restrided(restride: Callable[[Tensor], Tensor]) -> Callable[[Sample], Sample
     return change
 
 
-def with_ignored_ids(sample: Sample) -> Sample:
-    """Mark masked tokens by ids of -100 instead of a mask."""
+def masked_by(dtype: torch.dtype) -> Callable[[Sample], Sample]:
+    return lambda sample: sample.with_options(mask=sample.options["mask"].to(dtype))
+
+
+def ids_of_minus_100(sample: Sample) -> Sample:
     ids = torch.where(sample.options["mask"], sample.target_ids, -100)
     return replace(sample, target_ids=ids).with_options(mask=None)
-
-
-def with_mask_of(dtype: torch.dtype) -> Callable[[Sample], Sample]:
-    return lambda sample: sample.with_options(mask=sample.options["mask"].to(dtype))
 
 
 FORMS: dict[str, Callable[[Sample], Sample]] = {
     "column-major": restrided(lambda x: x.t().contiguous().t()),
     "every second": restrided(lambda x: x.repeat_interleave(2, 1)[:, ::2]),
-    "advantages [B, 1]": lambda sample: replace(sample, advantages=sample.advantages[:, None]),
-    "advantages [B, T]": lambda sample: replace(
-        sample, advantages=sample.advantages[:, None].expand_as(sample.target_ids)
-    ),
-    "ids of -100": with_ignored_ids,
-    "int64 mask": with_mask_of(torch.int64),
-    "uint8 mask": with_mask_of(torch.uint8),
-    "bf16 mask": with_mask_of(torch.bfloat16),
+    "advantages [B, 1]": lambda x: replace(x, advantages=x.advantages[:, None]),
+    "advantages [B, T]": lambda x: replace(x, advantages=x.advantages[:, None].expand_as(x.target_ids)),
+    "ids of -100": ids_of_minus_100,
+    "int64 mask": masked_by(torch.int64),
+    "uint8 mask": masked_by(torch.uint8),
+    "bf16 mask": masked_by(torch.bfloat16),
 }
 
 
@@ -474,7 +454,7 @@ FORMS: dict[str, Callable[[Sample], Sample]] = {
 def test_no_form_of_an_input_changes_a_bit(form: str, backend: str) -> None:
     sample = make_sample(13, objective=Objective(kl_coef=0.1), token_weights=True, temperature="per-token")
     expected = run_fused(sample, backend, entropy=True)
-    assert_same_run(run_fused(FORMS[form](sample), backend, entropy=True), expected)
+    assert_same(run_fused(FORMS[form](sample), backend, entropy=True), expected)
 
 
 LEAVES = ("hidden", "weight", "bias")

@@ -99,18 +99,15 @@ def test_extra_log_probs_equal_those_of_full_logits(dtype: str, head: str, backe
     for kind in ("ours", torch.float64, DTYPES[dtype]):
         leaves = new_leaves(sample if kind == "ours" else sample.cast(kind))
         if kind == "ours":
-            out = linear_log_probs(
-                leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), extra_ids=ids.int(),
-                backend=backend, **options,
-            )  # fmt: skip  # lines by subject
+            options |= {"bias": leaves.get("bias"), "extra_ids": ids.int(), "backend": backend}
+            out = linear_log_probs(leaves["hidden"], leaves["weight"], sample.target_ids, **options)
             log_probs, extra = out.log_probs, out.extra_log_probs
             assert extra is not None and extra.shape == ids.shape
         else:
             log_probs, extra = true_extra(sample.cast(kind), ids, leaves)
         total = (factors * extra).sum() + (factors[..., 0] * log_probs).sum()
-        results.append(
-            (extra.detach(), dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True)))
-        )
+        gradients = torch.autograd.grad(total, list(leaves.values()))
+        results.append((extra.detach(), dict(zip(leaves, gradients, strict=True))))
     (ours, gradients), (truth, true_gradients), (plain, plain_gradients) = results
     wide = torch.float64 if dtype == "fp64" else torch.float32
     check("extra log-probs", ours.flatten(0, 1), plain.flatten(0, 1), truth.flatten(0, 1), wide)
@@ -378,86 +375,79 @@ def test_old_log_probs_over_the_vocabulary_are_warned_of_once(monkeypatch: pytes
 # -- bad input
 
 
-def test_bad_sets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_sets_and_ids_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_CHECK", "1")
     hidden, weight, ids, sets = rows_of(4)
     zeros, beyond = torch.zeros_like(sets.ids), sets.ids.clone()
     beyond[-1] = 90
-    bad = {
+    bad_sets: dict[str, Any] = {
         r"kept_sets.offsets must be a tensor \[N \+ 1\] = \[5\]": sets._replace(offsets=sets.offsets[:-1]),
-        r"kept_sets.offsets must be non-decreasing": sets._replace(offsets=sets.offsets.flip(0)),
-        r"kept_sets.offsets must be from 0 to K": sets._replace(offsets=sets.offsets.clamp(max=3)),
+        "kept_sets.offsets must be non-decreasing": sets._replace(offsets=sets.offsets.flip(0)),
+        "kept_sets.offsets must be from 0 to K": sets._replace(offsets=sets.offsets.clamp(max=3)),
         r"kept_sets.ids must be between 0 and 89 .*\[90\]": sets._replace(ids=beyond),
-        r"kept_sets.ids must be different ids": sets._replace(ids=zeros),
-        r"kept_sets must be sets that contain the target": KeptSets.from_lists([[[i ^ 1] for i in ids.tolist()]]),
-        r"kept_sets must be sets with at least one id": KeptSets.from_lists([[[] for _ in ids]]),
-        r"kept_sets.empty must be one of": sets._replace(empty="none"),
-        r"kept_sets.ids must be of dtype": sets._replace(ids=sets.ids.float()),
-    }  # fmt: skip  # an error a line
-    for message, value in bad.items():
+        "kept_sets.ids must be different ids": sets._replace(ids=zeros),
+        "kept_sets must be sets that contain the target": KeptSets.from_lists([[[i ^ 1] for i in ids.tolist()]]),
+        "kept_sets must be sets with at least one id": KeptSets.from_lists([[[] for _ in ids]]),
+        "kept_sets.empty must be one of": sets._replace(empty="none"),
+        "kept_sets.ids must be of dtype": sets._replace(ids=sets.ids.float()),
+        "kept_sets must be a KeptSets": [[1]],
+    }
+    bad: dict[str, dict[str, Any]] = {
+        **{message: {"kept_sets": value} for message, value in bad_sets.items()},
+        r"extra_ids must be None with kept_sets \(call linear_log": {"kept_sets": sets, "extra_ids": ids[:, None]},
+        "extra_ids must be below 90": {"extra_ids": torch.full((4, 2), 90)},
+        r"extra_ids must be a tensor \[4, k\]": {"extra_ids": ids},
+    }
+    for message, options in bad.items():
         with pytest.raises((ValueError, TypeError), match=message):
-            linear_log_probs(hidden, weight, ids, kept_sets=value, backend="torch")
-    with pytest.raises(TypeError, match="kept_sets must be a KeptSets"):
-        linear_log_probs(hidden, weight, ids, kept_sets=[[1]], backend="torch")
-    with pytest.raises(ValueError, match=r"extra_ids must be None with kept_sets \(call linear_log_probs twice"):
-        linear_log_probs(hidden, weight, ids, kept_sets=sets, extra_ids=ids[:, None], backend="torch")
-    with pytest.raises(ValueError, match="extra_ids must be below 90"):
-        linear_log_probs(hidden, weight, ids, extra_ids=torch.full((4, 2), 90), backend="torch")
-    with pytest.raises(ValueError, match=r"extra_ids must be a tensor \[4, k\]"):
-        linear_log_probs(hidden, weight, ids, extra_ids=ids, backend="torch")
+            linear_log_probs(hidden, weight, ids, backend="torch", **options)
     with pytest.raises(ValueError, match="kl_log_probs must be None without ref_log_probs"):
         policy_loss(-torch.ones(1, 2), torch.ones(1), kl_log_probs=-torch.ones(1, 2))
 
 
 def test_constructors_name_bad_input() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
+    make, column = KeptSets, KeptSets.from_padded(ids.view(6, 1), fill=-1)
     calls: dict[str, Any] = {
-        "sizes must be given, or fill instead of it": lambda: KeptSets.from_padded(ids),
-        "sizes must be from 0 to k = 3": lambda: KeptSets.from_padded(ids, sizes=torch.tensor([1, 4])),
-        "counts must be at least 0": lambda: KeptSets.from_counts(ids[0], torch.tensor([-1, 4])),
-        r"ids must be a tensor \[K\] with K = 5": lambda: KeptSets.from_counts(ids[0], torch.tensor([1, 4])),
-        "sets must be for each answer, for each of its tokens": lambda: KeptSets.from_lists([[1, 2]]),
-        "length must be at least 2": lambda: KeptSets.from_lists([[[1], [2]]], length=1),
-        "samples must be 9 ids": lambda: KeptSets.from_samples([(ids[0], torch.tensor([0, 9]))]),
-        "the offsets of samples must be non-decreasing": lambda: KeptSets.from_samples(
-            [(ids[0], torch.tensor([1, 3]))]
-        ),
-        "sets must be for each answer": lambda: KeptSets.from_lists([[[1.5]]]),
-        "logits must be finite or -inf": lambda: KeptSets.from_logits(torch.full((1, 3), torch.nan)),
-        "tokens must be numbers from 0 to 5": lambda: KeptSets.from_padded(ids.view(6, 1), fill=-1).select(ids[0] - 1),
-        "tokens must be a mask of the 6 tokens": lambda: KeptSets.from_padded(ids.view(6, 1), fill=-1).select(
-            ids[0] > 0
-        ),
-        "mask must be a bool tensor": lambda: KeptSets.from_mask(ids),
-        "top_p must be a number > 0": lambda: KeptSets.from_logits(ids.float(), top_p=0.0),
-        "order must be one of": lambda: KeptSets.from_logits(ids.float(), order="hf"),
+        "sizes must be given, or fill instead of it": lambda: make.from_padded(ids),
+        "sizes must be from 0 to k = 3": lambda: make.from_padded(ids, sizes=torch.tensor([1, 4])),
+        "counts must be at least 0": lambda: make.from_counts(ids[0], torch.tensor([-1, 4])),
+        r"ids must be a tensor \[K\] with K = 5": lambda: make.from_counts(ids[0], torch.tensor([1, 4])),
+        "sets must be for each answer, for each of its tokens": lambda: make.from_lists([[1, 2]]),
+        "length must be at least 2": lambda: make.from_lists([[[1], [2]]], length=1),
+        "samples must be 9 ids": lambda: make.from_samples([(ids[0], torch.tensor([0, 9]))]),
+        "the offsets of samples must be non-dec": lambda: make.from_samples([(ids[0], torch.tensor([1, 3]))]),
+        "sets must be for each answer": lambda: make.from_lists([[[1.5]]]),
+        "logits must be finite or -inf": lambda: make.from_logits(torch.full((1, 3), torch.nan)),
+        "tokens must be numbers from 0 to 5": lambda: column.select(ids[0] - 1),
+        "tokens must be a mask of the 6 tokens": lambda: column.select(ids[0] > 0),
+        "mask must be a bool tensor": lambda: make.from_mask(ids),
+        "top_p must be a number > 0": lambda: make.from_logits(ids.float(), top_p=0.0),
+        "order must be one of": lambda: make.from_logits(ids.float(), order="hf"),
     }
     for message, call in calls.items():
         with pytest.raises((ValueError, TypeError), match=message):
             call()
 
 
-def test_bad_sets_are_counted_where_values_are_not_checked(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    from gspo_kernels import validation
-
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check no values, as on a GPU."""
     monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
+
+
+def test_bad_sets_are_counted_where_values_are_not_checked(unchecked: None, backend: str) -> None:
     hidden, weight, ids, sets = rows_of(8)
-    advantages, offsets = torch.ones(1), torch.tensor([0, 8])
     wrong = sets.ids.clone()
-    wrong[sets.offsets[1] : sets.offsets[1] + 1] = 10**6
-    for value in (sets._replace(ids=wrong), sets._replace(offsets=sets.offsets * 3)):
-        out = gspo_fused_loss(
-            hidden, weight, ids, advantages, cu_seqlens=offsets, kept_sets=value, backend=backend,
-        )  # fmt: skip  # lines by subject
-        assert out.metrics["invalid"] > 0 and out.loss.isnan()
-    good = gspo_fused_loss(hidden, weight, ids, advantages, cu_seqlens=offsets, kept_sets=sets, backend=backend)
-    assert good.metrics["invalid"] == 0 and good.loss.isfinite()
+    wrong[sets.offsets[1]] = 10**6
+    for value in (sets._replace(ids=wrong), sets._replace(offsets=sets.offsets * 3), sets):
+        options: dict[str, Any] = dict(cu_seqlens=torch.tensor([0, 8]), kept_sets=value, backend=backend)
+        out = gspo_fused_loss(hidden, weight, ids, torch.ones(1), **options)
+        assert (out.metrics["invalid"] == 0) == (value is sets)
+        assert out.loss.isfinite() if value is sets else out.loss.isnan()
 
 
-def test_sets_that_are_wrong_give_nan_where_values_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gspo_kernels import validation
-
-    monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
+def test_sets_that_are_wrong_give_nan_where_values_are_not_checked(unchecked: None) -> None:
     hidden, weight, ids, sets = rows_of(8)
     twice = sets._replace(ids=torch.cat([sets.ids[:1], sets.ids[:1], sets.ids[2:]]))
     for value, wrong in ((twice, 1), (sets._replace(offsets=sets.offsets - 1), 8)):

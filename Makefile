@@ -79,7 +79,7 @@ test-trainers: .venv/ready build/trl-1.15.0/ready build/verl/ready build/zero3/r
 	build/verl/bin/$(PYTEST) tests/trainers/test_verl_main_ppo.py tests/trainers/test_verl_*.py
 	build/verl/bin/$(PYTEST) tests/faults/test_faults.py -k verl
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py tests/trainers/test_trl_zero_advantage.py -k zero3
-	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_checkouts.py
+	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_skyrl.py
 	build/megatron/bin/python -m pytest tests/trainers/test_examples.py -k megatron
 	build/swift/bin/$(PYTEST) tests/trainers/test_ms_swift.py
 	build/openrlhf/bin/$(PYTEST) tests/trainers/test_openrlhf.py

@@ -87,9 +87,7 @@ TRAINER_GRADIENT_RELATIVE = 1e-6
 TRAINER_LAST_GRADIENT_RELATIVE, TRAINER_UPDATES_RELATIVE = 1e-5, 5e-4
 
 # Results of another trainer's function and of ours in fp32, as the norm of the difference divided by the norm.
-CHECKOUT_RELATIVE = 1e-6
-# Its logged metrics and ours. Means of differences of two log-probs have the rounding of the log-probs.
-CHECKOUT_METRIC_ABSOLUTE = 1e-6
+FUNCTION_RELATIVE = 1e-6
 
 # Error of log-ratios relative to the largest |log-prob|, by dtype of the accumulators.
 LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}

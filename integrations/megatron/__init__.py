@@ -9,7 +9,7 @@ releases whose GPTModel takes an `output_processor` (0.18 and later). Code that 
 
     out = model(ids, positions, None, output_processor=output_processor, output_processor_context=Targets(target_ids))
 
-For trainers on Megatron Core, see `slime`, `skyrl`, `nemo_rl` and `areal` in `integrations.trainers`, and
+For trainers on Megatron Core, see `slime`, `skyrl` and `nemo_rl` in `integrations.trainers`, and
 `integrations.verl.megatron`.
 
 The output layer is sharded over the tensor-parallel group. Its weight, its group, and how the gradient of the hidden

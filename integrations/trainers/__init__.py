@@ -2,11 +2,10 @@
 
     prime_rl   head, loss                            slime      head, loss
     skyrl      loss, fused_log_probs, log_probs      ms_swift   loss, log_probs
-    openrlhf   PolicyLoss
-    nemo_rl    log_probs                             areal      log_probs_and_entropy
+    openrlhf   PolicyLoss                            nemo_rl    log_probs
 
-Each module begins with the lines that install its functions. docs/trainers/ has complete lines, and the versions of
-the trainers that these functions were written for. No trainer is imported. `slime.head`, `nemo_rl` and `areal` need
+Each module begins with the lines that install its functions. docs/trainers/others.md has complete lines, and the
+versions of the trainers that these functions were written for. No trainer is imported. `slime.head` and `nemo_rl` need
 megatron-core.
 
 Every `loss` and `PolicyLoss` is `policy_loss` with the signature of the trainer's loss. The argument `objective`

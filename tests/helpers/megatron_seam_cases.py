@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from tolerance import MODEL_GRADIENT_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
-from gspo_kernels.integrations.trainers import areal, nemo_rl, skyrl, slime
+from gspo_kernels.integrations.trainers import nemo_rl, skyrl, slime
 
 H, ROWS = 16, PADDED // 2  # rows of the head on each of two ranks
 
@@ -55,32 +55,6 @@ def assert_equal(**pairs: tuple[Tensor, Tensor | None]) -> None:
     """Assert that each first tensor equals the second, the truth."""
     truths = {name: truth.detach() for name, (_, truth) in pairs.items() if truth is not None}
     assert_close({name: x.detach() for name, (x, _) in pairs.items()}, truths, SHARDED_GRADIENT_RELATIVE)
-
-
-for _sequence_parallel in (False, True):
-
-    @case(f"AReaL's chunked head{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
-    def _areal(sequence_parallel: bool = _sequence_parallel) -> None:
-        layer = make(False, sequence_parallel).output_layer
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        complete, _, ids = operands()
-        part = complete.detach().chunk(2)[rank] if sequence_parallel else complete.detach()
-        hidden, plain = (part.clone().requires_grad_() for _ in range(2))
-        labels = ids.t().contiguous()
-        everything = torch.ones(S * B, dtype=torch.bool)
-        out = areal.log_probs_and_entropy(
-            layer, hidden, layer.weight, labels, temperature=0.7, chunk_size=3, logit_scale=0.5
-        )
-        weighted(out.logprobs, None, everything).backward()
-        ours = gradients(layer)
-        logits = layer(plain, runtime_gather_output=True)[0]
-        log_probs, entropy = (x.flatten() for x in of_logits(logits * 0.5, labels, 0.7, PADDED))
-        weighted(log_probs, None, everything).backward()
-        assert_close(ours, gradients(layer), SHARDED_GRADIENT_RELATIVE)
-        assert_equal(log_probs=(out.logprobs, log_probs), entropy=(out.entropy, entropy))
-        assert hidden.grad is not None
-        assert_equal(hidden=(hidden.grad, plain.grad))
-        assert not out.entropy.requires_grad and out.vocab_min_logits.isnan().all() and len(out) == 6
 
 
 @case("NeMo RL's hidden states", tensor_model_parallel_size=2)
@@ -204,7 +178,8 @@ def responses(
 
 def fakes_of_slime(provide: Any) -> dict[str, Any]:
     """Return modules with slime's functions that `slime.head` uses or replaces. `provide` builds a model."""
-    modules: dict[str, Any] = {f"{SLIME}.{name}": ModuleType(name) for name in ("model", "loss", "actor")}
+    modules: dict[str, Any] = {f"{SLIME}.{name}": ModuleType(name) for name in ("model", "loss", "actor", "cp_utils")}
+    modules[f"{SLIME}.cp_utils"].slice_log_prob_with_cp = lambda x, total, response: x
     modules[f"{SLIME}.model"].get_model_provider_func = lambda args, role: provide
     modules[f"{SLIME}.loss"].get_responses = responses
     for name in ("loss", "actor"):
@@ -224,6 +199,10 @@ for _tied in (False, True):
             lengths = {"total_lengths": [5, 3], "response_lengths": [3, 1]}
             rows = torch.tensor([1, 2, 3, 6])  # each predicts the next token
             everything = torch.ones(1, 4, dtype=torch.bool)
+            # Ids that top-p kept: none (the full vocabulary), the target and another, the target alone, and two others.
+            first = torch.stack([ids[3], (ids[3] + 4) % VOCAB, ids[4]])
+            second = (ids[7:] + torch.tensor([1, 5])) % VOCAB
+            offsets = [torch.tensor([0, 0, 2, 3]), torch.tensor([0, 2])]
             fakes = fakes_of_slime(lambda **_: make(tied, sequence_parallel))
             with mock.patch.dict(sys.modules, fakes):
                 slime.head(SLIME_ARGS)
@@ -238,6 +217,8 @@ for _tied in (False, True):
                 detached = ours_of(args=SimpleNamespace(**{**vars(SLIME_ARGS), "entropy_coef": 0.0}), with_entropy=True)
                 assert not any(x.requires_grad for x in detached[1]["entropy"])
                 assert list(ours_of(args=SLIME_ARGS)[1]) == ["log_probs"]
+                truncated = dict(args=SLIME_ARGS, top_p_token_ids=[first, second], top_p_token_offsets=offsets)
+                replayed = torch.cat(ours_of(**truncated)[1]["log_probs"]).detach()
                 critic = fakes[f"{SLIME}.model"].get_model_provider_func(SLIME_ARGS, "critic")()
             log_probs, entropy = (torch.cat(out[name]) for name in ("log_probs", "entropy"))
             weighted(log_probs[None], entropy[None], everything).backward()
@@ -247,6 +228,10 @@ for _tied in (False, True):
             weighted(truth, true_entropy, everything).backward()
             assert_close(ours, gradients(critic), SHARDED_GRADIENT_RELATIVE)
             assert_equal(log_probs=(log_probs, truth[0]), entropy=(entropy, true_entropy[0]))
+            kept = torch.zeros(4, PADDED, dtype=torch.bool).scatter(1, ids[rows + 1][:, None], True)
+            kept[0] = kept[1, first[:2]] = kept[3, second] = True
+            of_kept = (logits / 0.7).masked_fill(~kept, -torch.inf)
+            assert_equal(replayed=(replayed, of_logits(of_kept, ids[rows + 1][None], 1.0, PADDED)[0][0]))
 
 
 @case("slime's head refused", tensor_model_parallel_size=2)

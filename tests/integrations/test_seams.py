@@ -653,11 +653,10 @@ def test_settings_of_another_loss_are_refused(
         seam(batch, batch.log_probs, **changes)
 
 
-@pytest.mark.parametrize("name", ["areal", "nemo_rl"])
-def test_heads_that_need_megatron_core_name_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_needs_megatron_core_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(MissingExtraError, match=r"needs megatron.core, .*gspo-kernels\[megatron\]"):
-        import_module(f"gspo_kernels.integrations.trainers.{name}")
+        import_module("gspo_kernels.integrations.trainers.nemo_rl")
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
@@ -686,8 +685,8 @@ def test_the_documented_lines_of_each_trainer_run(batch: Rollout, monkeypatch: p
     assert vars(layer)["forward"] is prime_rl.head
     assert scope["slime_loss"].keywords["objective"].clip_low == 2e-4
     assert repr(scope["reading"].normalizer) in INTEGRATIONS
-    # The modules for NeMo RL and AReaL need Megatron Core: other tests call their functions.
-    for module, name in re.findall(r"gspo_kernels\.integrations\.trainers\.((?!nemo|areal)\w+)\.(\w+)", INTEGRATIONS):
+    # The module for NeMo RL needs Megatron Core: another test calls its function.
+    for module, name in re.findall(r"gspo_kernels\.integrations\.trainers\.((?!nemo)\w+)\.(\w+)", INTEGRATIONS):
         assert callable(getattr(import_module(f"gspo_kernels.integrations.trainers.{module}"), name))
     tomllib = pytest.importorskip("tomllib")
     loss = tomllib.loads(*code_blocks(INTEGRATIONS, "toml"))["trainer"]["loss"]

@@ -37,7 +37,7 @@ def test_the_registered_loss_equals_skyrls_gspo(monkeypatch: pytest.MonkeyPatch)
         package = ModuleType(name)
         package.__path__ = [str(Path(spec.submodule_search_locations[0]).parent / name.replace(".", "/"))]
         monkeypatch.setitem(sys.modules, name, package)
-    sys.modules["ray"].is_initialized = lambda: False  # the registry is of this process only
+    monkeypatch.setattr(sys.modules["ray"], "is_initialized", lambda: False)  # the registry is of this process only
     ppo_utils = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
     (lines,) = code_blocks(INTEGRATIONS, "python", "PolicyLossRegistry")
     exec(lines, {"__name__": "gspo_skyrl"})

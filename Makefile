@@ -153,7 +153,7 @@ studies: .venv/ready
 	cp runs/compare/*-cpu.json benchmarks/results/
 	$(BIN)/python -m gspo_kernels.benchmarks report
 
-# Rewrite the golden counts, the figures and the generated parts of README.md and docs/: 5 minutes.
+# Rewrite the golden counts, the figure and the tables of README.md and docs/: 5 minutes.
 golden: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m faults.costs
 	PYTHONPATH=tests $(BIN)/python tests/backends/test_compile_gate.py

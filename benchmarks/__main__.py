@@ -10,11 +10,7 @@ COMMANDS = {
     "trainer": "suites.trainer",
     "skip": "suites.skip",
     "kept_sets": "suites.kept_sets",
-    "sparsity": "suites.sparsity",
-    "fidelity": "studies.fidelity",
     "precision": "studies.precision",
-    "policy": "studies.policy",
-    "budgets": "studies.budgets",
     "report": "report.pages",
     "gpu": "gpu.command",
 }

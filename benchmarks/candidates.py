@@ -154,5 +154,4 @@ _CANDIDATES = (
     ours_at(1e-3, "ours, budget 1e-3"),
 )
 ALL = {candidate.name: candidate for candidate in _CANDIDATES}
-BY_CACHE = {name: ours_at(0.0, name, mib) for name, mib in ((f"ours, cache_mib={m}", m) for m in (320, 640))}
 AGAINST = tuple(dict.fromkeys(candidate.against for candidate in _CANDIDATES if candidate.against != "ours"))

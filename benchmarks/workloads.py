@@ -2,7 +2,7 @@
 
 All sequences of a batch have the same length and no token is masked, so no candidate pays for padding. Each candidate
 gets old log-probs from its own forward, as in a trainer. Log-ratios are well inside or well outside the clip window, so
-all candidates should make the same clip decisions. `fidelity` measures which decisions rounding changes.
+all candidates should make the same clip decisions. `precision` measures which decisions rounding changes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios inside and outside the clip window
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
 DRIFT = -0.2  # least reference minus current log-prob; it is uniform up to 0, so that no log-prob is above 0
-BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)  # gradient budgets that are measured
 
 
 class Spec(NamedTuple):

@@ -37,9 +37,7 @@ TRAINING = (
 )
 # For every suite with results: the files whose changes can change them.
 MOVED_BY = {
-    "budgets": (*LOSS, "benchmarks/studies/budgets.py", "benchmarks/studies/policy.py"),
     "compare": TRAINING,
-    "fidelity": (*LOSS, "benchmarks/studies/fidelity.py"),
     "gpu": (*KERNELS, *LOSS, *TIMED, "benchmarks/gpu/times.py", "benchmarks/peaked.py", "benchmarks/peers.py"),
     "kept_sets": (
         "gspo_kernels/*/pairs.py",
@@ -47,7 +45,6 @@ MOVED_BY = {
     ),
     "long": TRAINING,
     "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
-    "policy": (*LOSS, "benchmarks/studies/policy.py"),
     "precision": (*LOSS, "benchmarks/studies/precision.py"),
     "rounding": (*TRAINING, "gspo_kernels/sampler_mismatch.py"),
     "skip": (
@@ -56,7 +53,6 @@ MOVED_BY = {
         "integrations/trl/zero_advantage.py",
         "benchmarks/suites/skip.py",
     ),
-    "sparsity": (*LOSS, *TIMED, "benchmarks/suites/sparsity.py"),
     "step": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
     "trainer": (*LOSS, *TIMED, "integrations/trl/*.py", "benchmarks/suites/trainer.py"),
     "vocab": (*LOSS, *TIMED, "benchmarks/suites/step.py"),

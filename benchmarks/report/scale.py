@@ -1,12 +1,9 @@
-"""Make the table of docs/concepts/sharding.md: memory and bytes of the head step on each rank. Nothing is measured.
+"""The table of docs/concepts/sharding.md: memory and bytes of the head step on each rank. Nothing is measured.
 
-It replaces the text between `<!-- counted: ranks -->` and `<!-- end -->`. All numbers follow from
-`gspo_kernels.memory`, whose formulas tests compare with counted bytes.
+All numbers follow from `gspo_kernels.memory`, whose formulas tests compare with counted bytes.
 """
 
 from __future__ import annotations
-
-import re
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,10 +12,7 @@ from gspo_kernels import memory
 from gspo_kernels.backends.triton.tuning import assume
 from gspo_kernels.memory import MIB, Batch
 
-from ..measure import ROOT
 from .tables import table
-
-PAGE = ROOT / "docs" / "concepts" / "sharding.md"
 
 MODELS = {
     "Llama-3 8B": (4096, 128_256),
@@ -28,26 +22,19 @@ MODELS = {
 TOKENS = 32_768
 TP = (1, 8)
 ARCHITECTURE = "sm_90"
-BLOCK = re.compile(r"(<!-- counted: ranks -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def page() -> str:
-    """The text of the page with a new table."""
-    with FakeTensorMode(), assume(ARCHITECTURE):
-        ranks = per_rank()
-    return BLOCK.sub(lambda match: f"{match[1]}{ranks}\n{match[2]}", PAGE.read_text())
 
 
 def per_rank() -> str:
     """Memory and collectives by TP, without CP. Only the column of the cache's size assumes a cache."""
-    header = ["model", "TP", "head", "hidden states", "loss", "full cache", "all-gather", "all-reduce"]
-    rows = []
-    for name, (width, vocab) in MODELS.items():
-        for tp in TP:
-            head = Batch(TOKENS, width, vocab, tp).head(torch.bfloat16)
-            cache = memory.full_cache_mib(head, "triton") * MIB
-            sent = [x.size for x in memory.collectives(head, "triton")] or [0, 0]
-            loss = memory.bound(head, "triton", 0).total
-            sizes = (head.weight.nbytes, head.hidden.nbytes, loss, cache, *sent)
-            rows.append((name, str(tp), *(f"{size / MIB:,.0f}" for size in sizes)))
-    return table(header, rows)
+    with FakeTensorMode(), assume(ARCHITECTURE):
+        header = ["model", "TP", "head", "hidden states", "loss", "full cache", "all-gather", "all-reduce"]
+        rows = []
+        for name, (width, vocab) in MODELS.items():
+            for tp in TP:
+                head = Batch(TOKENS, width, vocab, tp).head(torch.bfloat16)
+                cache = memory.full_cache_mib(head, "triton") * MIB
+                sent = [x.size for x in memory.collectives(head, "triton")] or [0, 0]
+                loss = memory.bound(head, "triton", 0).total
+                sizes = (head.weight.nbytes, head.hidden.nbytes, loss, cache, *sent)
+                rows.append((name, str(tp), *(f"{size / MIB:,.0f}" for size in sizes)))
+        return table(header, rows)

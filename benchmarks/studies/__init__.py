@@ -1,1 +1,1 @@
-"""Experiments: rounding and clip decisions, a trained policy, training with gradient budgets, and `gspo compare`."""
+"""Experiments: clip decisions of whole models, and `gspo compare`."""

@@ -1,8 +1,8 @@
 """Train with several objectives over a grid of settings, from the same initial weights, prompts and seeds.
 
 Each training is a `Learner` of the reference trainer. Every arm samples its own answers and clips in its own training.
-Metrics are recorded for each update of a rollout; in the first one, the ratio is always 1. `compare_report.py` defines
-what is compared.
+Metrics are recorded for each update of a rollout; in the first one, the ratio is always 1. `scores.py` defines what is
+compared. `run` is the command `gspo compare`.
 """
 
 from __future__ import annotations
@@ -14,39 +14,65 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
-from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
-from gspo_kernels.integrations.reference_trainer.trainer import Learner
-from gspo_kernels.integrations.reference_trainer.update import NotFiniteError
-from gspo_kernels.integrations.tasks import Task, batches, task_by_name
+from gspo_kernels.extras import needs
 from gspo_kernels.objective import Objective
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-from .compare_report import FULL_LOGITS, MIS, REPLAY, ROUNDED_SAMPLER, SAMPLER, TIS, WINDOW, means
-from .policy import cross_entropy
+from .. import bench_table, measure
+from .scores import FULL_LOGITS, MIS, REPLAY, ROUNDED_SAMPLER, SAMPLER, STUDENT, TIS, WINDOW, means, rows
+
+with needs("gspo compare", "train", "transformers", "tokenizers"):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
+    from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
+    from gspo_kernels.integrations.reference_trainer.trainer import Learner
+    from gspo_kernels.integrations.reference_trainer.update import NotFiniteError
+    from gspo_kernels.integrations.tasks import Task, batches, task_by_name
 
 Record = dict[str, Any]
 Tick = Callable[[str], object]
 METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "token_log_ratio_std", "sequence_log_ratio_std")
 METRICS += ("router_changed",)  # only of mixtures
 METRICS += ("rollout_weight_mean", "rollout_bound_share")  # only with a correction
-CURVES = ("reward", "answer_tokens", "truncated", "entropy", "clip_fraction", "token_clip_fraction")
-CURVES += ("token_log_ratio_std", "sequence_log_ratio_std")
+CURVES = ("reward", "answer_tokens")
 PARTS = 4  # of a training of the study "long"; curves have the mean over the rollouts of each
-STUDIES = ("dense", "moe", "rounding", "long")
 BODIES = ("bf16", "autocast", "fp16", "fp16-autocast")  # values of TrainConfig.precision, besides fp32
 EXPERTS = 8  # of each layer of the mixture
 WINDOWS: dict[str, tuple[float, ...]] = {"gspo": (10, 30), "grpo": (0.1, 0.01)}  # factors of the paper's windows
 LONGEST = {"sorting": 7, "long-sorting": 96}  # most tokens of an answer; 24 in the other tasks
 WARM_UP: Record = dict(steps=60, batch=24, learning_rate=2e-3)  # supervised steps before the study "long"
 SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "eval_every")
+FOLDER = Path("runs") / "compare"
+Option = TypeVar("Option", int, str)
+Number = TypeVar("Number", int, float)
+
+
+class Defaults(NamedTuple):
+    """Options that a study has if they are not set."""
+
+    objectives: str = "gspo,grpo"
+    task: str = "sorting"
+    steps: int = 40
+    learning_rates: str = "5e-4,1.5e-3,5e-3"
+    updates: str = "4,8"
+
+
+STUDIES = {
+    "dense": Defaults(),
+    "moe": Defaults(),
+    "rounding": Defaults(learning_rates="1.5e-3", updates="4"),
+    "long": Defaults("gspo,grpo,luspo", "long-sorting", 14, "5e-4", "4"),
+}
 
 
 class Arm(NamedTuple):
@@ -192,6 +218,17 @@ def warm_start(task: Task) -> dict[str, Tensor]:
     return policy.model.state_dict()
 
 
+def cross_entropy(policy: Policy, batch: Sequence[tuple[list[int], int]]) -> Tensor:
+    """Mean loss of texts: token ids, and how many of them, at the start, are not learned."""
+    length = max(len(ids) for ids, _ in batch)
+    learned = torch.tensor([[prompt <= at < len(ids) for at in range(1, length)] for ids, prompt in batch])
+    ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in batch])
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        logits = policy.head(hidden[learned])
+    return F.cross_entropy(logits.float(), ids[:, 1:][learned])
+
+
 def compare(arms: dict[str, Arm], seeds: Sequence[int], grid: Sequence[TrainConfig], study: str, tick: Tick) -> Record:
     """Train every arm with every seed at every setting. Return the shared settings and a record of each training.
 
@@ -247,3 +284,77 @@ def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Call
     values["reward"] = [row["reward"] for row in rows] + [0.0] * missing
     curves = {name: means(curve, PARTS) for name, curve in values.items()}
     return {"held-out reward": held_out, "by update": by_update, "over training": curves}
+
+
+def run(
+    objectives: str | None,
+    study: str,
+    task: str | None,
+    seeds: str,
+    steps: int | None,
+    learning_rates: str | None,
+    updates: str | None,
+    output: Path | None,
+    console: Console,
+) -> None:
+    """Compare objectives. Print the table, and write the results.
+
+    Raises:
+        InputError: an option cannot be used.
+    """
+    if study not in STUDIES:
+        raise InputError(f"--study: expected {', '.join(STUDIES)}, got {study!r}")
+    of_study = STUDIES[study]
+    steps = chosen(steps, of_study.steps)
+    config = config_of(chosen(task, of_study.task), steps)
+    arms = arms_of(chosen(objectives, of_study.objectives).split(","), study, config)
+    rates = parse("--learning-rates", chosen(learning_rates, of_study.learning_rates), float, "5e-4,1e-3")
+    numbers = parse("--updates", chosen(updates, of_study.updates), int, "4,8")
+    grid = grid_of(config, rates, numbers)
+    of_seeds = parse("--seeds", seeds, int, "0,1,2")
+    if not 1 <= len(of_seeds) <= max(STUDENT) or not all(0 <= seed < 2**32 for seed in of_seeds):
+        raise InputError(f"--seeds: expected at most {max(STUDENT)} numbers from 0 to 2**32 - 1, got {seeds!r}")
+    if study == "moe" and 1 in numbers:
+        raise InputError("--updates: expected at least 2 with --study moe, which compares updates of a rollout, got 1")
+    path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the models are too small to gain from several threads
+    with bench_table.progress(console, len(arms) * len(of_seeds) * len(grid) * steps) as tick:
+        results = compare(arms, of_seeds, grid, study, tick)
+    measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
+    show(results, console)
+    console.print(f"results: {path}", soft_wrap=True)
+
+
+def chosen(value: Option | None, default: Option) -> Option:
+    """`value`, or the study's default if the option is not set."""
+    return default if value is None else value
+
+
+def parse(option: str, text: str, kind: type[Number], example: str) -> list[Number]:
+    """Parse "0,1,2" as [0, 1, 2]. Numbers must differ.
+
+    Raises:
+        InputError: the text of the option cannot be used.
+    """
+    expected = f"{option}: expected different numbers separated by commas, such as {example}, got {text!r}"
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(expected) from error
+    if len({*numbers}) != len(numbers):
+        raise InputError(expected)
+    return numbers
+
+
+def show(results: Record, console: Console) -> None:
+    """Print the table."""
+    settings = results["settings"]
+    header, lines = rows(results)
+    seeds = len({run["seed"] for records in results["runs"].values() for run in records})
+    table = Table(title=f"{settings['task']}, {settings['steps']} rollouts, {seeds} seeds: means and 95 % intervals")
+    for name in header:
+        table.add_column(name, justify="left" if name == "" else "right")
+    for row in lines:
+        table.add_row(*row)
+    console.print(table)

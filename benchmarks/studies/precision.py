@@ -4,11 +4,10 @@
 
 On a GPU, the model and the answers are larger, and the model is trained in bf16 autocast.
 
-`fidelity` gives the same bf16 hidden states to every implementation and to float64, so it measures the head alone. Here
-the reference is the whole model in float64, and the body rounds too. A small Qwen3 learns Python source code, and
-samples answers. GSPO's loss updates it three times in fp32, at several learning rates. Then the model before and the
-model after the updates compute log-probs, with bodies in several dtypes and several heads. Norms and rotary angles are
-in fp32 even in the reference, because transformers computes them so; the row "fp32" shows how little that matters.
+The reference is the whole model in float64. A small Qwen3 learns Python source code, and samples answers. GSPO's loss
+updates it three times in fp32, at several learning rates. Then the model before and the model after the updates compute
+log-probs, with bodies in several dtypes and several heads. Norms and rotary angles are in fp32 even in the reference,
+because transformers computes them so; the row "fp32" shows how little that matters.
 
 The error of an answer is the mean error of its tokens' log-ratios against float64 with the fp32 weights ("master
 weights"). For bodies with rounded weights, "against rounded weights" compares with float64 of the rounded weights.
@@ -30,35 +29,38 @@ from __future__ import annotations
 import copy
 import math
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from gspo_kernels import gspo_fused_loss
+from gspo_kernels import Objective, gspo_fused_loss
 
 from .. import candidates, measure
 from ..candidates import LogProbs
 from ..measure import Record
 from ..suites.options import device_of, parser_of
 from ..workloads import Head
-from .fidelity import NAIVE, OURS, T, flip_chance, interval, passes_clip
-from .policy import END, bpe
 
 Model = Any  # a transformers model with `base_model` and a head
 FP32_LOGITS = "fp32 logits"
+OURS, NAIVE = "ours", "naive GSPO"
+END, PAD = "<end>", "<pad>"
 HEADS = (NAIVE, "TRL fused head", "TRL cast_lm_head_to_fp32", "Liger GRPO loss", OURS)  # of `candidates`, where present
 KEEP_FP32 = (FP32_LOGITS, "TRL cast_lm_head_to_fp32")  # heads that autocast does not cast
 OTHER_ENGINE = "old by full logits, new by ours"
 LENGTHS = 256, 1024, 4096  # tokens of an answer, for "wrong"
 UPDATES = 3
 REDRAWS, DRAWN = 40, 2000  # bootstrap samples of the answers; long answers put together for each
+SPREAD = 3.4e-4  # standard deviation of the true log-ratios of answers, for "wrong"
+Z, T = 1.959964, 2.022691  # 97.5 % quantiles: normal, and Student's t with REDRAWS - 1 degrees of freedom
 ROWS = 4  # answers per forward
 
 
@@ -102,6 +104,19 @@ BODIES = {
     "fp16 weights": Body(torch.float16),
 }
 EXACT = Body(torch.float64)
+
+
+def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of exactly `vocab` entries. Raise a ValueError if the texts are too few."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    options: Record = dict(special_tokens=[PAD, END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab, min_frequency=2, show_progress=False, **options)
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    if (size := tokenizer.get_vocab_size()) != vocab:
+        raise ValueError(f"texts: expected enough for a vocabulary of {vocab}, got one of {size}")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
 
 
 def token_ids(size: Size) -> Tensor:
@@ -263,6 +278,28 @@ def compared(old: Scored, new: Scored, advantages: Tensor) -> Iterator[tuple[str
             error, error_if_rounded = ratio - true_ratio, ratio - ratio_of[BODIES[body].weights]
             of_new = heads[after] - new.exact[torch.float32]
             yield body, name, Measured(of_new, error, error_if_rounded, true_ratio.mean(1), advantages)
+
+
+def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
+    """True where a sequence with log-ratio u is not clipped. `positive`: whether its advantage is positive."""
+    low, high = Objective().log_window
+    return torch.where(positive, u <= high, u >= low)
+
+
+def flip_chance(error: Tensor) -> Tensor:
+    """Probability that an error makes a decision wrong, for a random true log-ratio and sign of the advantage."""
+    cdf = torch.special.ndtr
+    sides = [cdf((end - error) / SPREAD) - cdf(error.new_tensor(end / SPREAD)) for end in Objective().log_window]
+    return 0.5 * (sides[0].abs() + sides[1].abs())
+
+
+def interval(hits: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of hits / count."""
+    share = hits / count
+    scale = 1 + Z * Z / count
+    middle = (share + Z * Z / (2 * count)) / scale
+    half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def wrong(errors: Tensor, length: int, rng: torch.Generator) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import measure, truth
-from ..candidates import AGAINST, ALL, BY_CACHE, Candidate
+from ..candidates import AGAINST, ALL, Candidate
 from ..measure import Record, Tick
 from ..peaked import entropy_quantiles
 from ..workloads import Head, Old, Spec, Workload, counts, make
@@ -192,7 +192,7 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Measure the peak memory of a candidate's step and, if `passes`, its passes. Call this in a new process."""
     parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON turned the named tuples into lists
     device = _set_device(parsed)
-    candidate = (ALL | BY_CACHE)[name]
+    candidate = ALL[name]
     tokens, width, vocab = SMALL
     small = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap)))
     w = make(parsed)

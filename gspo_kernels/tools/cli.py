@@ -394,25 +394,23 @@ def compare(
             "(default: 4,8; rounding and long: 4)"
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON file; the figure is saved next to it. (default: runs/compare/)")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file. (default: in runs/compare/)")] = None,
 ) -> None:
     """Train tiny models with several objectives, from the same weights, prompts and seeds, and compare them.
 
     Each objective is trained at every setting of a grid (learning rates by updates), and compared at its own best
-    setting and over the grid. Prints rewards, collapses and clip fractions, and says who learns faster.
-    Writes results and a figure. The default grid has 60 trainings.
+    setting and over the grid. Prints rewards, their differences with 95 % intervals, clip fractions and collapses, and
+    writes the results. The default grid has 60 trainings.
     """
     try:
-        from gspo_kernels.benchmarks.studies import compare_command
+        from gspo_kernels.benchmarks.studies.compare import run
     except MissingExtraError as error:
         fail(error)
     console = Console()
     if not console.is_terminal:
         console.width = 160  # fixed, so that tables in a log do not wrap
     try:
-        compare_command.run(objectives, study, task, seeds, steps, learning_rates, updates, output, console)
+        run(objectives, study, task, seeds, steps, learning_rates, updates, output, console)
     except ValueError as error:  # InputError: an option cannot be used
         fail(error)
 

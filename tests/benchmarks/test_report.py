@@ -1,4 +1,4 @@
-"""The committed pages and figures agree with the committed results, and damaged results are refused."""
+"""The committed tables and the figure agree with the committed results, and damaged results are refused."""
 
 from __future__ import annotations
 
@@ -11,28 +11,36 @@ import pytest
 import torch
 
 from gspo_kernels.benchmarks import measure
-from gspo_kernels.benchmarks.report import outdated, pages, summary, tables
-
-BLOCK = "<!-- measured: step on a gpu -->\n"
+from gspo_kernels.benchmarks.report import outdated, pages, tables
 
 
-def results_of(suite: str) -> dict[str, Any]:
-    """Return the committed results of a suite on a CPU."""
-    return pages.load(pages.RESULTS / f"{suite}-cpu.json")["results"]
+def results() -> dict[str, Any]:
+    """The committed results, by the stem of their file."""
+    return {stem: file["results"] for stem, file in pages.load().items()}
 
 
-def test_pages_and_figures_agree_with_the_results() -> None:
-    assert pages.stale() == [] and pages.README.read_text().count(BLOCK) == 1
-    assert {path.stem for path in pages.FIGURES.glob("*.png")} == pages.figures_by_name().keys()
+def test_tables_and_figure_agree_with_the_results() -> None:
+    assert pages.stale() == []
+    assert "<!-- measured: step on a gpu -->\n" in pages.README.read_text()
+    assert [path.name for path in pages.FIGURE.parent.glob("*.png")] == [pages.FIGURE.name]
 
 
-def test_every_result_has_a_section_and_was_measured_from_a_clean_commit() -> None:
-    known = [path for suite in tables.SECTIONS for path in pages.files(suite)]
-    assert set(known) == set(pages.RESULTS.glob("*.json")) and len(known) >= len(tables.SECTIONS)
-    for path in known:
-        measured = pages.load(path)
-        for head in (measured, *(part["measured"] for part in pages.parts(measured["results"]).values())):
-            assert head["commit"] and head["uncommitted changes"] is False, path.name
+def test_every_result_is_in_a_table_and_was_measured_from_a_clean_commit() -> None:
+    class Read(dict[str, Any]):
+        def __getitem__(self, stem: str) -> Any:
+            read.add(stem)
+            return super().__getitem__(stem)
+
+    read: set[str] = set()
+    shown = "".join(path.read_text() for path in pages.texts())
+    for name, table in tables.TABLES.items():
+        assert f"<!-- measured: {name} -->\n" in shown
+        table(Read(results()))
+    files = pages.load()
+    assert read == files.keys()
+    for name, file in files.items():
+        parts = [part["measured"] for part in file["results"].values() if isinstance(part, dict) and "measured" in part]
+        assert all(head["commit"] and head["uncommitted changes"] is False for head in (file, *parts)), name
 
 
 def test_results_older_than_statements_of_their_files_are_listed(tmp_path: Path) -> None:
@@ -55,7 +63,7 @@ def test_results_older_than_statements_of_their_files_are_listed(tmp_path: Path)
     source.write_text("x = 2\n")
     (line,) = outdated.outdated(tmp_path)
     assert line.startswith("step-cpu.json: measured at ") and line.endswith("before changes of gspo_kernels/policy.py")
-    assert outdated.MOVED_BY.keys() == tables.SECTIONS.keys()
+    assert outdated.MOVED_BY.keys() == {stem.partition("-")[0] for stem in results()}
 
 
 def test_result_files_have_one_record_per_line(tmp_path: Path) -> None:
@@ -67,27 +75,35 @@ def test_result_files_have_one_record_per_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make `pages` read copies of the results, and return the copy of step-cpu.json."""
+    """Make `pages` read copies of the results, and return the copy of the figure's."""
     for path in pages.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    return tmp_path / "step-cpu.json"
+    return tmp_path / pages.SOURCE
 
 
 def test_a_changed_number_makes_page_and_figure_stale(copied: Path) -> None:
-    copied.write_text(copied.read_text().replace('"ratio": 1.0,', '"ratio": 1.5,', 1))
-    assert pages.stale() == ["benchmarks.md", "docs/figures/step-cpu.png"]
+    copied.write_text(copied.read_text().replace('"update": 0.92', '"update": 0.98', 1))
+    assert pages.stale() == ["README.md", "benchmarks.md", "readme-step.png"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"results": {}}', '{"machine": {}, "results": {"runs": [{}]}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"results": {}}', '{"results": {"shares": [{}]}}'])
 def test_a_damaged_or_partial_file_is_refused_with_a_one_line_message(text: str, copied: Path) -> None:
     copied.write_text(text)
-    with pytest.raises(SystemExit, match=r"^\S+step-cpu\.json: expected the complete results of a suite: .+\Z"):
+    with pytest.raises(SystemExit, match=r"^.+: expected the complete results of a suite: .+\Z"):
+        pages.texts()
+
+
+def test_an_unknown_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "page.md").write_text("<!-- measured: stepp -->\n<!-- end -->\n")
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    with pytest.raises(SystemExit, match=r"page\.md: expected a table that is one of .*step on a gpu.*, got stepp"):
         pages.texts()
 
 
 def test_no_timed_candidate_has_wrong_gradients() -> None:
-    for run in results_of("step")["time"]["runs"] + results_of("vocab")["runs"]:
+    every = results()
+    for run in every["step-cpu"]["time"]["runs"] + every["vocab-cpu"]["runs"]:
         timed = {r["name"]: r for r in run["candidates"] if "seconds" in r}
         assert {tables.OURS, tables.NAIVE} <= timed.keys()
         assert all("wrong" not in r and r["runs"] >= 5 and r["error"]["worst"] > 0 for r in timed.values())
@@ -101,17 +117,14 @@ def test_the_page_lists_where_others_take_less_time_or_memory() -> None:
         records = [{"name": n, "over_naive": {"ratio": r}, "peak_bytes": m << 20} for n, (r, m) in ratios.items()]
         return {"on": on, "candidates": records}
 
-    steps = [{"name": n, "over_naive": {"ratio": 1.0}, "peak_bytes": 1} for n in ("naive GSPO", "ours")]
+    every = results()
 
     def rows(*runs: dict[str, Any]) -> list[str]:
-        first = {
-            "step": {"time": {"runs": list(runs)}},
-            "vocab": {"runs": []},
-            "trainer": {"float32": {"steps": steps}},
-        }
-        return summary.loses(first).splitlines()[2:]
+        step = {"time": {"runs": list(runs)}}
+        lines = tables.where_we_lose({**every, "step-cpu": step, "vocab-cpu": {"runs": []}}).splitlines()[2:]
+        return [line for line in lines if "V = 5,000" in line]
 
-    where = "dense, float32, 1,024 tokens, V = 5,000"
+    where = "CPU, dense, float32, 1,024 tokens, V = 5,000"
     assert rows(run(0.5, 50)) == []
-    assert rows(run(1.0, 50), run(0.5, 50)) == [f"| time / naive GSPO's: {where} | 1.00 | 0.80 (quick) | 1.25 |"]
-    assert rows(run(0.5, 101)) == [f"| peak MiB: {where} | 101 | 100 (naive GSPO) | 1.01 |"]
+    assert rows(run(1.0, 50), run(0.5, 50)) == [f"| {where}: time / full logits' | 1.00 | 0.80 (quick) | 1.25 |"]
+    assert rows(run(0.5, 101)) == [f"| {where}: MiB | 101 | 100 (naive GSPO) | 1.01 |"]

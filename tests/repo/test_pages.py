@@ -29,6 +29,7 @@ BLOCKS = {
     "api/losses.md": ["run"],
     "api/metrics.md": ["run"],
     "api/rewards.md": ["run"],
+    "benchmarks.md": ["benchmark"],
     "comparison.md": ["benchmark"],
     "concepts/backward.md": ["run", "gspo"],
     "concepts/gspo.md": ["run"],

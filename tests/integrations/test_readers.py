@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers.other_trainers import rollout
 from helpers.reference_runs import rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_kernels import Objective, advantages, policy_loss
+from gspo_kernels import Objective
 from gspo_kernels.integrations.reference_trainer import InputError, read_config, train
 from gspo_kernels.integrations.settings import Reading, Step, from_roll, from_stateset, roll, stateset
 from gspo_kernels.integrations.settings.yaml_file import read_yaml
@@ -189,27 +187,6 @@ def test_the_settings_of_statesets_guide_are_read() -> None:
     )
     token = from_stateset({"use_gspo_token": True, "objective": None, "rescore_old_log_probs": False})
     assert token.objective == Objective(ratio="sequence-token") and token.old_log_probs == "rollout"
-
-
-# Use of a Reading
-
-
-def test_the_steps_of_a_reading_compute_rolls_advantages() -> None:
-    """The steps, run in order, compute ROLL's advantages. test_recipes.py spells out ROLL's complete pipeline."""
-    batch = rollout(Objective())
-    rewards = torch.arange(12, dtype=torch.float64) - 4
-    x: Any = rewards
-    settings = {"reward_norm": "batch", "whiten_advantages": True, "advantage_clip": 1.0, "reward_clip": 1.5}
-    reading = from_roll(ROLL | settings)
-    for call, options in reading.advantages:
-        mask = (batch.mask,) if call in ("token_returns", "whiten") else ()
-        x = getattr(advantages, call)(x, *mask, **options) if call != "clamp" else x.clamp(**options)
-    normal = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).clamp(-1.5, 1.5)
-    tokens = normal[:, None].expand_as(batch.mask)[batch.mask]
-    white = ((tokens - tokens.mean()) * (tokens.var() + 1e-8).rsqrt()).clamp(-1, 1)
-    torch.testing.assert_close(x[batch.mask], white)
-    out = policy_loss(batch.log_probs, x, mask=batch.mask, old_log_probs=batch.old, objective=reading.objective)
-    assert out.loss.isfinite()
 
 
 # Errors

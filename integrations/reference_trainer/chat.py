@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from textwrap import shorten
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 
-from ..tasks import Example
+from ..tasks import Example, nearest
 from ..tasks.rewards import Prompt
 from .config import InputError
 
 Messages = list[dict[str, str]]
-ANSWER, REPLY = "[the-answer-of-a-turn]", "[the-reply-to-a-turn]"  # placeholders that can be found in a rendering
+ANSWER = re.compile(r"\[the-answer-of-turn-\d+\]")  # any of the first placeholders of `placeholders`
 
 
 def encode(policy: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -38,6 +38,33 @@ def encode(policy: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
         return [ids[: len(ids) - appended] for ids in tokenizer(texts)["input_ids"]]
     texts = [rendered(policy, messages_of(prompt)) for prompt in prompts]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # a chat template has the special tokens
+
+
+def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Check that the chat template reads all variables of the option `chat_template_kwargs`.
+
+    Raises:
+        InputError: there is no template, its syntax is wrong, or it does not have the name of a variable.
+    """
+    if not variables:
+        return
+    template = tokenizer.chat_template
+    if template is None:
+        raise InputError(
+            f"chat_template_kwargs: expected none, because the tokenizer has no chat template, got {dict(variables)}"
+        )
+    sources = template.values() if isinstance(template, dict) else [template]
+    try:
+        tokens = [token for source in sources for token in Environment().lex(source)]
+    except TemplateError as error:
+        raise InputError(f"model: the chat template cannot be parsed: {error}") from error
+    names = {text for _, kind, text in tokens if kind == "name"}
+    for name in variables:
+        if name not in names:
+            raise InputError(
+                f"chat_template_kwargs: expected variables that the chat template reads, got {name!r}, which it does "
+                f"not{nearest(name, names)}"
+            )
 
 
 def encode_reply(policy: Any, prompt: Prompt, reply: str, end: int) -> list[int]:
@@ -66,13 +93,21 @@ def check_replies(policy: Any, prompts: Sequence[Prompt]) -> None:
         return
     chats = {tuple(message["role"] for message in chat): chat for chat in map(messages_of, prompts)}
     for messages in chats.values():
-        reply_text(policy, messages, REPLY, end=REPLY)  # no end token, so that all renderings are tried
+        answer, reply = placeholders(messages)
+        reply_text(policy, messages, reply, end=reply)  # no end token, so that all renderings are tried
         asked = messages[:-1] if is_begun(messages) else messages
         if asked:
             # The two differ where the assistant's turn begins.
             start = common_prefix(rendered(policy, asked), rendered(policy, asked, begin=False))
-            if not rendered(policy, [*answered(messages), user(REPLY)]).startswith(start):
+            if not rendered(policy, [*answered(messages, answer), user(reply)]).startswith(start):
                 refuse(messages, "renders the prompt differently when an answer and a reply follow it")
+
+
+def placeholders(messages: Messages, reply: str = "") -> tuple[str, str]:
+    """Texts for an answer and a reply that can be found in a rendering, because the chat does not contain them."""
+    texts = [reply, *(message["content"] for message in messages)]
+    number = next(n for n in count() if not any(f"-turn-{n}]" in text for text in texts))
+    return f"[the-answer-of-turn-{number}]", f"[the-reply-to-turn-{number}]"
 
 
 def messages_of(prompt: Prompt) -> Messages:
@@ -92,11 +127,11 @@ def is_begun(messages: Messages) -> bool:
     return messages[-1]["role"] == "assistant"
 
 
-def answered(messages: Messages) -> Messages:
-    """The prompt with the policy's turn, in which ANSWER is what the policy wrote."""
+def answered(messages: Messages, answer: str) -> Messages:
+    """The prompt with the policy's turn, in which `answer` is what the policy wrote."""
     if is_begun(messages):
-        return [*messages[:-1], {"role": "assistant", "content": messages[-1]["content"] + ANSWER}]
-    return [*messages, {"role": "assistant", "content": ANSWER}]
+        return [*messages[:-1], {"role": "assistant", "content": messages[-1]["content"] + answer}]
+    return [*messages, {"role": "assistant", "content": answer}]
 
 
 def rendered(policy: Any, messages: Messages, begin: bool = True) -> str:
@@ -110,9 +145,9 @@ def rendered(policy: Any, messages: Messages, begin: bool = True) -> str:
         raise InputError(f"prompt {name_of(messages)}: the chat template fails: {reason}") from error
 
 
-def after_answer(policy: Any, messages: Messages, begin: bool = True) -> str:
-    """The rendering of a chat after ANSWER."""
-    parts = rendered(policy, messages, begin).split(ANSWER)
+def after_answer(policy: Any, messages: Messages, answer: str, begin: bool = True) -> str:
+    """The rendering of a chat after `answer`, a placeholder."""
+    parts = rendered(policy, messages, begin).split(answer)
     if len(parts) != 2:
         refuse(messages, f"renders the assistant's message {len(parts) - 1} times")
     return parts[1]
@@ -123,9 +158,10 @@ def reply_text(policy: Any, messages: Messages, reply: str, end: str) -> str:
 
     The end token takes the place of the template's end-of-turn token, even if they differ, as in TRL.
     """
-    chat = answered(messages)
-    tail, example = (after_answer(policy, [*chat, user(text)]) for text in (reply, REPLY))
-    between, found, _ = example.partition(REPLY)
+    answer, placeholder = placeholders(messages, reply)
+    chat = answered(messages, answer)
+    tail, example = (after_answer(policy, [*chat, user(text)], answer) for text in (reply, placeholder))
+    between, found, _ = example.partition(placeholder)
     if not found:
         refuse(messages, "does not render the reply to an answer")
     if end in between:
@@ -133,10 +169,11 @@ def reply_text(policy: Any, messages: Messages, reply: str, end: str) -> str:
     else:
         special = [token.content for token in policy.tokenizer.added_tokens_decoder.values() if token.special]
         pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-        closing = common_prefix(between, after_answer(policy, chat, begin=False))
+        closing = common_prefix(between, after_answer(policy, chat, answer, begin=False))
         ends = list(pattern.finditer(closing))
         if not ends:  # GPT-OSS closes the last answer with another token than all other messages
-            after_reply = after_answer(policy, [*chat, user(REPLY)], begin=False).partition(REPLY)[2].lstrip()
+            replied = after_answer(policy, [*chat, user(placeholder)], answer, begin=False)
+            after_reply = replied.partition(placeholder)[2].lstrip()
             ends = [x for x in [pattern.search(between)] if x and after_reply.startswith(x[0])]
         place = ends[-1].end() if ends else 0
     if tail[:place] != between[:place]:
@@ -146,7 +183,7 @@ def reply_text(policy: Any, messages: Messages, reply: str, end: str) -> str:
 
 def name_of(messages: Messages) -> str:
     """The prompt of a chat, for messages."""
-    prompt = list(takewhile(lambda message: ANSWER not in message["content"], messages))
+    prompt = list(takewhile(lambda message: not ANSWER.search(message["content"]), messages))
     return repr(Example(prompt).key[:60])
 
 

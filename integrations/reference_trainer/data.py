@@ -174,7 +174,7 @@ def load_reward(spec: str) -> RewardComponent:
     function: RewardFunction | None = getattr(module, name, None)
     if not callable(function):
         hint = nearest(name, [other for other, value in vars(module).items() if callable(value)])
-        raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}{hint}")
+        raise InputError(f"reward {spec!r}: {source} has no function {name}{hint}")
     return RewardComponent(name, weight, function)
 
 
@@ -219,7 +219,7 @@ def code_of(functions: Iterable[Callable[..., Any] | None]) -> dict[str, str]:
                 texts.setdefault(name, set()).add(inspect.getsource(function))
                 continue
             file = Path(inspect.getsourcefile(function) or "")
-            for path in with_imports(file):
+            for path in sorted(with_imports(file)):  # in an order that all runs report
                 text = path.read_text(encoding="utf-8", errors="replace")
                 texts.setdefault(f"file {path.name}", set()).add(text)
         except (OSError, TypeError, ImportError, SyntaxError):  # no source, or it has changed since the import

@@ -56,6 +56,8 @@ def export(
         WriteError: the system refuses to write.
     """
     run, out = Path(run), Path(out).expanduser()
+    if not run.is_dir():
+        raise InputError(f"RUN: expected the folder of a run, but there is no folder {run}")
     if not (run / "metrics.jsonl").is_file():
         raise InputError(f"RUN: expected the folder of a run, with a metrics.jsonl, got {run}")
     options, record = read_run(run)
@@ -75,6 +77,7 @@ def export(
         reason = in_memory if options.get("lora_rank") else "the run trained all weights (lora_rank=0)"
         raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is not one: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)
+    trained_in = weight_dtype(TrainConfig(precision=options["precision"], parallel=options["parallel"]))
     merge_loss = 0.0
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as partial:
@@ -83,8 +86,7 @@ def export(
         else:
             target = getattr(torch, dtype or "float32")
             if is_adapter:
-                trained_in = TrainConfig(precision=options["precision"], parallel=options["parallel"])
-                adapted = load_adapter(str(model), tokenizer, {"dtype": weight_dtype(trained_in)}, base)
+                adapted = load_adapter(str(model), tokenizer, {"dtype": trained_in}, base)
                 written, merge_loss = merged(adapted, target)
             else:
                 written = AutoModelForCausalLM.from_pretrained(model, dtype=target)
@@ -94,10 +96,11 @@ def export(
             settings = json.loads((partial / ADAPTER).read_text(encoding="utf-8"))
             settings |= {"base_model_name_or_path": located(base)[0]} if base else {}
             (partial / ADAPTER).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-            usage = usage_of_adapter(out.name, settings)
+            usage = usage_of_adapter(out.name, settings, trained_in, options.get("quantization", ""))
         else:
             save_generation_config(partial, tokenizer)
             usage = usage_of_model(out.name, dtype_of(partial), options if is_adapter else {}, merge_loss)
+        usage += usage_of_template(options.get("chat_template_kwargs") or {})
         library = "peft" if adapter else "transformers"
         card(run, options, record, model, usage, library).save(partial / "README.md")
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
@@ -146,7 +149,7 @@ def usage_of_model(name: str, dtype: str, of_adapter: dict[str, Any], merge_loss
         of_adapter: options of the run if the model is a merged adapter; otherwise empty.
         merge_loss: share of the adapter's change that rounding has lost (`merged`).
     """
-    origin = "The weights are those that were trained"
+    origin = "This is the trained model"
     if of_adapter:
         origin = "The trained LoRA adapter is merged into its base in fp32"
     if of_adapter.get("quantization"):
@@ -156,7 +159,7 @@ def usage_of_model(name: str, dtype: str, of_adapter: dict[str, Any], merge_loss
             f". {rounded_away(merge_loss, dtype).capitalize()}, so answers may differ from those of the result below"
         )
     flag = " --dtype float32" if dtype == "float32" else ""  # vLLM's default would round to 16 bits
-    return f"""{origin}. Their dtype is {dtype}.
+    return f"""{origin}. The weights are {dtype}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -168,21 +171,60 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 With vLLM: `vllm serve {name}{flag}`."""
 
 
-def usage_of_adapter(name: str, settings: dict[str, Any]) -> str:
-    """How to load an exported adapter on its base, which `settings` names."""
-    base = settings["base_model_name_or_path"]
-    base = Path(base).name if Path(base).is_absolute() else base
-    return f"""This is the trained LoRA adapter, without its base `{base}`, which `{ADAPTER}` names.
+def name_of_base(base: str) -> str:
+    """The hub id of a model, or the name of its folder. The model of a run is named with its run."""
+    path = Path(base)
+    if not path.is_absolute():
+        return base
+    return f"{path.parent.name}/{path.name}" if path.name.startswith("model-seed") else path.name
+
+
+def usage_of_adapter(name: str, settings: dict[str, Any], dtype: torch.dtype, quantization: str) -> str:
+    """How to load an exported adapter on its base, which `settings` names.
+
+    Args:
+        dtype: of the base's weights in training.
+        quantization: of the base in training: 8bit, 4bit or "".
+    """
+    place = settings["base_model_name_or_path"]
+    base = name_of_base(place)
+    written = ""
+    if Path(place).is_absolute() and "/" in base:
+        run = base.partition("/")[0]
+        written = f". The base is the model of the run `{run}`, which `gspo export` writes to a folder of its own"
+    number = str(dtype).removeprefix("torch.")
+    quantized = ""
+    if quantization:
+        quantized = (
+            f" It was quantized ({quantization}) by bitsandbytes: pass the same `quantization_config` to "
+            "`from_pretrained`."
+        )
+    lora = f"--enable-lora --max-lora-rank {settings['r']} --lora-modules {name}={name}"
+    return f"""This is the trained LoRA adapter, without its base `{base}`, which `{ADAPTER}` names{written}.
+Load the base in {number}, as in training: in another dtype, log-probs differ.{quantized}
 
 ```python
+import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForCausalLM.from_pretrained("{name}")
+model = AutoPeftModelForCausalLM.from_pretrained("{name}", dtype={dtype})
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
-With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {settings["r"]} --lora-modules {name}={name}`."""
+With vLLM: `vllm serve {base} --dtype {number} {lora}`."""
+
+
+def usage_of_template(variables: dict[str, Any]) -> str:
+    """How to pass the variables with which the chat template rendered the prompts."""
+    if not variables:
+        return ""
+    keywords = ", ".join(f"{name}={value!r}" for name, value in variables.items())
+    return f"""
+
+In training, the chat template had the variables `{keywords}`. With transformers, call
+`tokenizer.apply_chat_template(messages, add_generation_prompt=True, {keywords})`. A request to vLLM takes
+`"chat_template_kwargs": {json.dumps(variables)}`."""
 
 
 def card(
@@ -200,7 +242,7 @@ def card(
     is_hub = base is not None and not Path(base).is_absolute()
     started = "Random weights"
     if base:
-        started = f"[{base}](https://huggingface.co/{base})" if is_hub else f"`{Path(base).name}`"
+        started = f"[{base}](https://huggingface.co/{base})" if is_hub else f"`{name_of_base(base)}`"
     metadata = ModelCardData(
         base_model=base if is_hub else None,
         library_name=library,

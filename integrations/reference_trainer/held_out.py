@@ -234,7 +234,8 @@ def check_failures(rewards: RewardBatch, when: str, say: Callable[[str], object]
         TrainingError: all calls of a component failed, unless `allowed`.
     """
     for failure in [] if allowed else rewards.all_failed:
-        calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
-        raise TrainingError(f"{calls} failed in {when}. One of them: {failure}")
+        failed = f"the reward {failure.component!r} failed for all {len(rewards.total)} answers"
+        raise TrainingError(f"{failed} in {when}. One of them: {failure}")
     for failure in rewards.failures[:1]:
-        say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
+        count = len(rewards.failures)
+        say(f"{count} reward call{'s' * (count > 1)} failed in {when}. One of them: {failure}")

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gspo_kernels.extras import needs
 
 from ..huggingface.fused_head import base_model
+from .chat import check_variables
 from .config import InputError, TrainConfig
 from .distributed import shard, world
 from .policy import SORTING, Policy, cast, check_head, demo_policy, make_policy, merged
@@ -175,7 +176,9 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
     if config.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise InputError(f"gradient_checkpointing: expected false, as {type(model).__name__} does not support it")
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5 has renamed this method, and warns of the old name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     policy = make_policy(model, tokenizer)
     if config.routing_replay and not routers(policy.inner):
         raise InputError(
@@ -183,6 +186,7 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
             f"{type(policy.inner).__name__}"
         )
     policy.checkpointing = config.gradient_checkpointing
+    check_variables(tokenizer, config.chat_template_kwargs)
     policy.chat_template_kwargs = config.chat_template_kwargs
     return policy
 

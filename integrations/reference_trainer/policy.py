@@ -192,7 +192,7 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
 
 def rounded_away(merge_loss: float, dtype: object) -> str:
     """Say what rounding merged weights to `dtype` has lost."""
-    return f"rounding the merged weights to {dtype} lost {merge_loss:.0%} of the change by the adapter"
+    return f"rounding the merged weights to {dtype} loses {merge_loss:.0%} of the adapter's change"
 
 
 def untie(model: Any) -> None:

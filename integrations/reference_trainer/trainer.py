@@ -305,9 +305,15 @@ class Training(Learner):
         self.folder.open(saved["sizes"])  # removes lines written after the checkpoint, so do this after all checks
         self.step = saved["step"]
         self.rows = rows
+        last = [row for row in self.rows if "eval_reward" in row][-1]
+        is_old = last.get("eval_incomparable", "") != self.incomparable
+        if self.incomparable:
+            effect = "held-out rewards are not compared with those of step 0"
+            if is_old and self.step == self.config.steps:
+                effect = "no step is left to train, so the held-out rewards are from before this change"
+            self.progress.say(f"resume: {effect}: {self.incomparable}")
         self.progress.say(f"seed {self.seed}: continues after step {self.step}")
-        evaluated = [row for row in self.rows if "eval_reward" in row]
-        self.progress.begin(self.seed, evaluated[-1], self.step)
+        self.progress.begin(self.seed, last, self.step, "  (before this change)" if is_old else "")
 
     def defined_by(self) -> Row:
         """What defines held-out rewards besides the weights."""
@@ -343,10 +349,7 @@ class Training(Learner):
             totals = self.task.rewards.totals(start["components"], prompts) if same else start["total"]
             same = same and all(x in (None, total) for x, total in zip(start["total"], totals, strict=True))
             self.incomparable = "" if same else "the rewards have changed"
-        if not self.incomparable:
-            return start
-        self.progress.say(f"resume: held-out rewards are not compared with those of step 0: {self.incomparable}")
-        return None
+        return None if self.incomparable else start
 
     def state(self) -> dict[str, Any]:
         """The state at the end of the last step, for `restore`. All processes must call this."""

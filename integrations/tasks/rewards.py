@@ -337,9 +337,9 @@ class Rewards:
 
         def report() -> None:
             self.patience[name] = 2 * seconds
-            at = f"all {len(completions)} answers"
+            at = f"a batch of {len(completions)} answers"
             if begun:
-                at = f"answer {len(begun)} of {len(completions)}, {begun[-1][:60]!r}"
+                at = f"answer {len(begun)} in {at}, {begun[-1][:60]!r}"
             print(f"still waiting after {seconds:g} s for the reward {name!r} of {at}", file=sys.stderr, flush=True)
 
         timer = threading.Timer(seconds, report)

@@ -304,7 +304,7 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("reward=long", 'expected "module:function" or "file.py:function"'),
         ("reward=much*json:loads", "got 'much*json:loads'"),
         ("reward=no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
-        ("reward=math:cielo", "expected a function cielo in math, got None (is it 'ceil'?)"),
+        ("reward=math:cielo", "math has no function cielo (is it 'ceil'?)"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),
         ("lr=1e-5", "lr: there is no such option (is it 'learning_rate'?)"),
         ("temp=0.7", "temp: there is no such option (is it 'temperature'?)"),

@@ -149,32 +149,43 @@ def test_a_change_smaller_than_the_rounding_of_bf16_is_kept(
             lost.append((merged.get_submodule(path).weight.double() - exact).norm())
             moved.append((exact - layer.base_layer.weight.double()).norm())
         share = (torch.stack(lost).norm() / torch.stack(moved).norm()).item()
-        stated = f"rounding the merged weights to {name} lost {share:.0%} of the change by the adapter"
+        stated = f"rounding the merged weights to {name} loses {share:.0%} of the adapter's change"
         card = (tmp_path / name / "README.md").read_text()
         assert (stated in out) == (stated.capitalize() in card) == (share > MERGE_LOSS) == (dtype != torch.float32)
         assert ("--dtype float32`" in card) == (dtype == torch.float32)
     adapter = tmp_path / "half" / "model-seed0"
     train(train_config(name="next", model=adapter, seeds=0, save=False, **options | {"lora_rank": 0}))
-    assert "rounding the merged weights to bfloat16 lost" in capsys.readouterr().out
+    assert "rounding the merged weights to bfloat16 loses" in capsys.readouterr().out
 
 
-def test_an_adapter_is_exported_in_the_format_of_peft(runs: Path, tmp_path: Path) -> None:
-    from peft import AutoPeftModelForCausalLM
-
+def test_an_adapter_is_exported_in_the_format_of_peft(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base is a bf16 checkpoint, which was loaded in fp32 for training. The code of the model card does it too."""
     arguments = ["export", str(runs / "lora"), str(tmp_path / "mine"), "--adapter", "--base", str(runs / "base")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and result.stdout.startswith(f"adapter: {tmp_path}/mine, ")
-    exported: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "mine")
-    trained: Any = AutoPeftModelForCausalLM.from_pretrained(runs / "lora" / "model-seed0")
-    assert torch.equal(exported(IDS).logits, trained(IDS).logits)
+    text = (tmp_path / "mine" / "README.md").read_text()
+    loaded: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    exec(text.partition("```python\n")[2].partition("```")[0], loaded)
+    trained = loading.load_policy(str(runs / "lora" / "model-seed0"), merge=False).model
+    assert torch.equal(loaded["model"](IDS).logits, trained(IDS).logits)
     names = {path.name for path in (tmp_path / "mine").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} < names
     assert not names & {"trainer_state.json", "config.json", "generation_config.json"}
-    text = (tmp_path / "mine" / "README.md").read_text()
     assert "library_name: peft\n" in text and "the trained LoRA adapter, without its base `base`" in text
     assert (
-        "`vllm serve base --enable-lora --max-lora-rank 4 --lora-modules mine=mine`" in text and str(runs) not in text
+        "`vllm serve base --dtype float32 --enable-lora --max-lora-rank 4 --lora-modules mine=mine`" in text
+        and str(runs) not in text
     )
+
+
+def test_an_adapter_on_the_model_of_a_run_names_the_run() -> None:
+    settings = {"base_model_name_or_path": str(Path("runs/first/model-seed0").absolute()), "r": 4}
+    text = exporting.usage_of_adapter("mine", settings, torch.bfloat16, "4bit")
+    assert "base `first/model-seed0`, which" in text and "the model of the run `first`" in text
+    assert 'from_pretrained("mine", dtype=torch.bfloat16)' in text and "quantized (4bit)" in text
 
 
 def test_the_card_has_data_rewards_result_settings_and_versions(runs: Path, tmp_path: Path) -> None:
@@ -203,8 +214,11 @@ def test_the_card_has_data_rewards_result_settings_and_versions(runs: Path, tmp_
 def test_the_card_of_an_interrupted_run_is_about_the_saved_step(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "full", tmp_path / "run")
     (tmp_path / "run" / "model-seed0" / "trainer_state.json").write_text(json.dumps({"seed": 0, "step": 1}))
+    config = tmp_path / "run" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template_kwargs": {"think": False}}))
     export(tmp_path / "run", tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
+    assert "add_generation_prompt=True, think=False)" in text and '`"chat_template_kwargs": {"think": false}`' in text
     assert "1 of 2 rollouts, seed 0" in text and "| before training | after 0 rollouts |" in text
     assert "Not decided: the model was saved before the second evaluation." in text
     assert not (tmp_path / "out" / "trainer_state.json").exists()
@@ -235,7 +249,7 @@ def test_a_base_that_has_moved_is_named_and_can_be_given(runs: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("{runs}/none {out}", "RUN: expected the folder of a run, with a metrics.jsonl, got {runs}/none"),
+        ("{runs}/none {out}", "RUN: expected the folder of a run, but there is no folder {runs}/none"),
         (
             "{runs}/full/model-seed0 {out}",
             "RUN: expected the folder of a run, with a metrics.jsonl, got {runs}/full/model",

@@ -228,11 +228,18 @@ def test_held_out_rewards_that_something_else_defines_are_not_compared(
     monkeypatch.chdir(shutil.copytree(project, tmp_path / "copy"))
     if change is not None:
         change()
+    train(read_config(texts=["steps=1", *options], resume="runs/tiny"))  # nothing is left to train
+    out = capsys.readouterr().out
+    note = f"resume: no step is left to train, so the held-out rewards are from before this change: {said}\n"
+    assert (note in out) == bool(re.search(r"step 1 of 1 .*\(before this change\)\n", out)) == bool(said)
+    assert "not compared" not in out
     for steps in (2, 3):  # the second resume compares with the first evaluation too
         report = train(read_config(texts=[f"steps={steps}", *options], resume="runs/tiny"))
         last, results = rows_of(report.folder)[-1], report.results[0].held_out
+        out = capsys.readouterr().out
         note = f"resume: held-out rewards are not compared with those of step 0: {said}\n"
-        assert (note in capsys.readouterr().out) == bool(said) != ("eval_change" in last)
+        assert (note in out) == bool(said) != ("eval_change" in last)
+        assert ("(before this change)" in out) == (steps == 2 and bool(said))
         expected = f"not comparable: since the first evaluation, {said}" if said else "not decided: the held-out reward"
         assert sentence(results).startswith(expected)
 

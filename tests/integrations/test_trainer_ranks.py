@@ -146,7 +146,7 @@ def train_with_failures(rank: int, folder: Path) -> None:
 
     train(config_of(folder, name="first", steps=1), reward=failing(0))
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    with pytest.raises(TrainingError, match=r"^all 8 calls of the reward 'server' failed in the evaluation before"):
+    with pytest.raises(TrainingError, match=r"^the reward 'server' failed for all 8 answers in the evaluation before"):
         train(config_of(folder, name="both", steps=1), reward=failing(0, 1))
 
 

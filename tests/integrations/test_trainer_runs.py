@@ -63,7 +63,7 @@ def test_a_reward_whose_every_call_fails_in_the_first_evaluation_stops_the_run(t
     result = CliRunner().invoke(app, ["train", *arguments])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert re.fullmatch(
-        r"error: all 8 calls of the reward 'broken' failed in the evaluation before the first step. One of them: "
+        r"error: the reward 'broken' failed for all 8 answers in the evaluation before the first step. One of them: "
         r"broken: KeyError: 'a\\nb'; completion '.*'\n",
         result.stderr,
     )
@@ -91,7 +91,7 @@ def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
     whole = train(small(tmp_path, name="whole"), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))]).folder
     capsys.readouterr()
     message = (
-        f"all 16 calls of the reward 'flaky' failed in step {step}. One of them: flaky: ConnectionError: no server; "
+        f"the reward 'flaky' failed for all 16 answers in step {step}. One of them: flaky: ConnectionError: no server; "
     )
     with pytest.raises(TrainingError, match=f"^{message}"):
         train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(first, first + 15))])

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
+from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, loading, policy
 from gspo_kernels.integrations.reference_trainer.chat import check_replies, encode, encode_reply
 from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward
 from gspo_kernels.integrations.reference_trainer.held_out import collect
@@ -235,7 +236,7 @@ def test_a_slow_reward_is_reported_once_with_the_answer_that_it_waits_for(
     rewards = Rewards((component,))
     before = threading.active_count()
     assert rewards(["a", "b"], ROWS).total == [1.0, 1.0] and threading.active_count() == before
-    of = "all 2 answers" if is_list else "answer 2 of 2, 'b'"
+    of = "a batch of 2 answers" if is_list else "answer 2 in a batch of 2 answers, 'b'"
     assert "".join(printed) == f"still waiting after 30 s for the reward 'slow' of {of}\n"
     assert rewards.patience == {"slow": 60.0}
 
@@ -584,6 +585,38 @@ def test_any_end_token_stands_for_the_end_of_a_turn(name: str, end: str, expecte
 
 
 TURNS = "{% for m in messages %}[{{ m.role[0] }}]{{ CONTENT }}<|im_end|>{% endfor %}"
+THINKS = "{% generation %}{% endgeneration %}Think{% if enable_thinking is defined %}.{% endif %}"
+
+
+def test_a_chat_may_contain_the_placeholders(character_policy: policy.Policy) -> None:
+    character_policy.tokenizer.chat_template = TURNS.replace("CONTENT", "m.content")
+    tokens = []
+    for n in (0, 9):
+        taken = f"[the-answer-of-turn-{n}][the-reply-to-turn-{n}]"
+        check_replies(character_policy, [taken])
+        end = character_policy.tokenizer.eos_token_id
+        tokens.append(encode_reply(character_policy, taken, f"{taken} 1", end))
+        assert character_policy.tokenizer.decode(tokens[-1]) == f"<|im_end|>[u]{taken} 1<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "message"),
+    [
+        (None, {"enable_thinking": False}, r"expected none, because the tokenizer has no chat template, got \{'enable"),
+        (THINKS, {"enable_thinkin": False}, r"got 'enable_thinkin', which it does not \(is it 'enable_thinking'\?\)"),
+        (THINKS, {"Think": 1}, "got 'Think', which it does not"),  # text, not a variable
+        ({"default": TURNS, "other": THINKS}, {"enable_thinking": True}, None),
+        (THINKS, {"enable_thinking": True}, None),
+        (None, {}, None),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_refused(
+    character_policy: policy.Policy, template: Any, variables: dict[str, Any], message: str | None
+) -> None:
+    character_policy.tokenizer.chat_template = template
+    config = TrainConfig(chat_template_kwargs=variables)
+    with pytest.raises(InputError, match=f"^chat_template_kwargs: .*{message}") if message else nullcontext():
+        loading.prepared(character_policy.model, character_policy.tokenizer, config)
 
 
 @pytest.mark.parametrize(

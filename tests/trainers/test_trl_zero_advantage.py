@@ -49,7 +49,6 @@ ADAM: dict[str, Any] = {**SEQUENCE, "optim": "adamw_torch", "adam_epsilon": 1e-4
 ADAM |= {"learning_rate": 3e-3, "max_steps": 6}
 # The dead share of the prompts, and settings. Rollouts of four batches, and two batches per update, unless set.
 CASES: dict[str, tuple[float, dict[str, Any]]] = {
-    "none dead": (0.0, {}),
     "half dead": (0.5, {}),
     "all dead": (1.0, {}),
     "two iterations, four updates": (0.5, {"num_iterations": 2, "gradient_accumulation_steps": 1, "max_steps": 8}),
@@ -68,7 +67,6 @@ CASES: dict[str, tuple[float, dict[str, Any]]] = {
         {"loss_type": "cispo", "epsilon_high": 5.0, "save_steps": 3, "save_strategy": "steps", "learning_rate": 1e-3},
     ),
     "padding kept": (0.75, {"padded": True}),
-    "four micro-batches per update": (0.5, {"gradient_accumulation_steps": 4, "steps_per_generation": 8}),
     "bnpo, tool mask": (0.5, {"loss_type": "bnpo", "tool_mask": True}),
 }
 
@@ -303,39 +301,46 @@ class AtStepEnd(AtSubstep):
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-# A callback, after how many steps it changes a setting, and the setting's name and value. Rollouts have two steps.
-CHANGES: list[tuple[type[AtSubstep], int, str, Any]] = [
-    (AtStepEnd, 1, "loss_type", "bnpo"),
-    (AtStepEnd, 1, "top_entropy_quantile", 0.5),
-    (AtStepEnd, 1, "args.gradient_accumulation_steps", 2),
-    (AtStepEnd, 1, "temperature", 0.5),
-    (AtSubstep, 1, "args.skip_zero_advantage", False),
-    (AtStepEnd, 2, "num_iterations", 1),  # the second rollout has no old log-probs
-]
+def assert_weights_equal_stock_trls(train: Callable[[bool], Any]) -> None:
+    """Compare the weights of two trained trainers: `train(False)` returns TRL's, `train(True)` an accelerated one."""
+    stock, ours = (whole(train(ours).model.parameters()) for ours in (False, True))
+    torch.testing.assert_close(ours, stock, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-@pytest.mark.parametrize(("kind", "count", "name", "value"), CHANGES, ids=[name for _, _, name, _ in CHANGES])
-def test_a_setting_that_a_callback_changes_acts_as_in_stock_trl(
-    kind: type[AtSubstep], count: int, name: str, value: Any, tmp_path: Path
-) -> None:
-    weights = []
-    for ours in (False, True):
+# A callback, after how many steps it is called, and what it does. Rollouts have two steps.
+CALLBACKS: dict[str, tuple[type[AtSubstep], int, Callable[[Any], Any]]] = {
+    "loss_type": (AtStepEnd, 1, lambda trainer: setattr(trainer, "loss_type", "bnpo")),
+    "quantile": (AtStepEnd, 1, lambda trainer: setattr(trainer, "top_entropy_quantile", 0.5)),
+    "accumulation": (AtStepEnd, 1, lambda trainer: setattr(trainer.args, "gradient_accumulation_steps", 2)),
+    "temperature": (AtStepEnd, 1, lambda trainer: setattr(trainer, "temperature", 0.5)),
+    "skipping": (AtSubstep, 1, lambda trainer: setattr(trainer.args, "skip_zero_advantage", False)),
+    # Then the second rollout has no old log-probs.
+    "num_iterations": (AtStepEnd, 2, lambda trainer: setattr(trainer, "num_iterations", 1)),
+    "evaluation": (AtSubstep, 1, lambda trainer: trainer.evaluate(trainer.train_dataset)),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_a_callback_does_acts_as_in_stock_trl(name: str, tmp_path: Path) -> None:
+    kind, count, function = CALLBACKS[name]
+
+    def train(ours: bool) -> Any:
         trainer = trainer_of(tmp_path, Prompts(0.5), **FOUR_MICRO_BATCHES)
         if ours:
             accelerate_trainer(trainer)
-        owner = trainer.args if "." in name else trainer
-        trainer.add_callback(kind(partial(setattr, owner, name.removeprefix("args."), value), count))
+        trainer.add_callback(kind(partial(function, trainer), count))
         trainer.train()
         assert trainer.state.global_step == 4
-        weights.append(whole(trainer.model.parameters()))
-    torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        return trainer
+
+    assert_weights_equal_stock_trls(train)
 
 
 @pytest.mark.parametrize("stops_after", [1, 5])
 def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(stops_after: int, tmp_path: Path) -> None:
     """`stops_after`: 5 is in the first optimizer step of the second rollout."""
-    weights = []
-    for ours in (False, True):
+
+    def train(ours: bool) -> Any:
         options = {"gradient_accumulation_steps": 2, "steps_per_generation": 8, "max_steps": 6, "max_grad_norm": 1e9}
         trainer = trainer_of(tmp_path, DeadGroups((0, 2, 4, 6)), **options)
         if ours:
@@ -344,8 +349,9 @@ def test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl(stops_after: i
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         trainer.train()  # optimizer steps now begin at odd micro-batches
-        weights.append(whole(trainer.model.parameters()))
-    torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        return trainer
+
+    assert_weights_equal_stock_trls(train)
 
 
 def test_old_log_probs_are_not_computed_with_the_weights_of_an_older_checkpoint(tmp_path: Path) -> None:
@@ -369,17 +375,17 @@ def test_log_probs_of_a_rollout_func_are_computed(corrects: bool, tmp_path: Path
     `corrects`: TRL compares them with its old log-probs at once, as for a rollout of vLLM. Those of the sampler are 0.1
     too high. The first optimizer step does not use the old ones, so that its ratios are exactly 1.
     """
-    weights = []
-    for ours in (False, True):
+
+    def train(ours: bool) -> Any:
         generator = torch.Generator().manual_seed(0)
         found: list[Tensor] = []
         has_old: list[bool] = []
 
         def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-            ids = torch.randint(2, 10, (len(prompts), 5), generator=generator)  # noqa: B023 - called in this round
-            found.append(getattr(trainer, METHOD)(trainer.model, ids, torch.ones_like(ids), 3)[0].detach())  # noqa: B023
+            ids = torch.randint(2, 10, (len(prompts), 5), generator=generator)
+            found.append(getattr(trainer, METHOD)(trainer.model, ids, torch.ones_like(ids), 3)[0].detach())
             answers = {"prompt_ids": ids[:, :2].tolist(), "completion_ids": ids[:, 2:].tolist()}
-            return answers | {"logprobs": (found[-1] + 0.1).tolist()}  # noqa: B023
+            return answers | {"logprobs": (found[-1] + 0.1).tolist()}
 
         trainer = trainer_of(tmp_path, DeadGroups((0, 2)), num_iterations=2, max_steps=4)
         trainer.rollout_func = rollout
@@ -391,8 +397,8 @@ def test_log_probs_of_a_rollout_func_are_computed(corrects: bool, tmp_path: Path
         loss = trainer._compute_loss
 
         def compute_loss(model: Any, inputs: Any) -> Any:
-            has_old.append("old_per_token_logps" in inputs)  # noqa: B023
-            return loss(model, inputs)  # noqa: B023
+            has_old.append("old_per_token_logps" in inputs)
+            return loss(model, inputs)
 
         trainer._compute_loss = compute_loss
         trainer.train()
@@ -402,18 +408,9 @@ def test_log_probs_of_a_rollout_func_are_computed(corrects: bool, tmp_path: Path
             ratios = torch.stack([batch["importance_sampling_ratio"] for batch in trainer._buffered_inputs])
             expected = torch.full((4, 4, 3), math.exp(-0.1))
             torch.testing.assert_close(ratios, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-        weights.append(whole(trainer.model.parameters()))
-    torch.testing.assert_close(weights[1], weights[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        return trainer
 
-
-def test_an_evaluation_within_an_optimizer_step_keeps_old_log_probs(tmp_path: Path) -> None:
-    runs = []
-    for ours in (False, True):
-        trainer = trainer_of(tmp_path, DeadGroups((0, 2)), **FOUR_MICRO_BATCHES)
-        trainer.eval_dataset = trainer.train_dataset
-        trainer.add_callback(AtSubstep(trainer.evaluate))
-        runs.append(updates(trainer, ours)["weights"])
-    torch.testing.assert_close(runs[1], runs[0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    assert_weights_equal_stock_trls(train)
 
 
 def test_ranks_that_must_have_equal_rows_share_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Every row has 16 candidate ids. They are log-uniform, because a BPE gives frequent tokens small ids. The row's hidden
 state is a weighted sum of the candidates' vectors in the head, with weights that give each candidate a chosen logit.
-All other ids get random logits, with a total probability of `tail`. Target ids are sampled from the policy.
+All other ids get random logits, with a total probability of `TAIL`. Target ids are sampled from the policy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 16
+TAIL = 1e-5
 DECAY = 0.8  # nats from each candidate's logit to the next, from the second candidate on
 FIRST_ID = 20  # id + FIRST_ID has a log-uniform distribution
 
@@ -26,29 +27,29 @@ class Policy(NamedTuple):
 
 
 def make(
-    rows: int, width: int, vocab: int, tail: float = 1e-5, peaked: bool = True, softcap: float | None = None,
+    rows: int, width: int, vocab: int, peaked: bool = True, softcap: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Policy:  # fmt: skip  # related arguments share a line
     """Make a policy. With `peaked=False`, head and hidden states are random and logits have standard deviation 1.
 
-    The chosen logits are logits after the soft-cap. So the soft-cap must exceed the largest, about log(vocab / tail).
+    The chosen logits are logits after the soft-cap. So the soft-cap must exceed the largest, about log(vocab / TAIL).
     """
     rng = torch.Generator(device).manual_seed(0)
     with torch.device(device):
         weight = torch.randn(vocab, width, generator=rng) / width**0.5
         if peaked:
-            hidden = _peaked_states(rows, weight, tail, softcap, rng)
+            hidden = _peaked_states(rows, weight, softcap, rng)
         else:
             hidden = torch.randn(rows, width, generator=rng)
         return _sampled(hidden, weight, softcap, rng)
 
 
-def _peaked_states(rows: int, weight: Tensor, tail: float, softcap: float | None, rng: torch.Generator) -> Tensor:
+def _peaked_states(rows: int, weight: Tensor, softcap: float | None, rng: torch.Generator) -> Tensor:
     """Make the hidden states of a peaked policy, [rows, H]."""
     vocab, width = weight.shape
     # If the first candidate has the logit `top`, the logits of other ids are distributed as N(0, top^2 / width). Their
-    # probability relative to this candidate's is vocab * exp(top^2 / (2 width) - top), which has to be `tail`.
-    top = width - math.sqrt(width * (width - 2 * math.log(vocab / tail)))
+    # probability relative to this candidate's is vocab * exp(top^2 / (2 width) - top), which has to be `TAIL`.
+    top = width - math.sqrt(width * (width - 2 * math.log(vocab / TAIL)))
     kind, uniform = torch.rand(rows, generator=rng), torch.rand(rows, generator=rng)
     gap = torch.where(kind < 0.5, 8 + 4 * uniform, torch.where(kind < 0.8, 2.5 + 5.5 * uniform, 1.2 * uniform))
     places = torch.arange(CANDIDATES).clamp(min=1) - 1

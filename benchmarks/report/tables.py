@@ -18,6 +18,7 @@ NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, 
 CAST = "TRL cast_lm_head_to_fp32"
 DEFAULT_CACHE = "ours, default cache"
 OTHER_LOSS = "naive GRPO"  # is not compared, because it computes a different loss
+FULL_LOGITS = {NAIVE: "full logits", "naive GSPO, compiled": "full logits, compiled", OTHER_LOSS: "full logits, GRPO"}
 H200 = "nvidia-h200"
 # Groups of measurements on a GPU that compare implementations: tokens, hidden size and vocabulary by group.
 GPU_GROUPS = {
@@ -37,6 +38,7 @@ GPU_ROWS = {
     "Liger scaled CE": "Liger's scaled cross-entropy",
     "Liger GRPO loss": "Liger's GRPO loss",
     "cut-cross-entropy": "cut-cross-entropy",
+    "cut-cross-entropy, no filter": "cut-cross-entropy, `filter_eps=None`",
     "verl Triton head": "verl 0.9.1's Triton head",
     OURS: "**gspo_kernels**, cache off",
     DEFAULT_CACHE: "**gspo_kernels** (default)",
@@ -61,7 +63,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def shown(name: str) -> str:
-    return re.sub("^ours", "**gspo_kernels**", name)
+    return FULL_LOGITS.get(name) or re.sub("^ours", "**gspo_kernels**", name)
 
 
 def by_name(records: Iterable[Results]) -> dict[str, Results]:
@@ -70,10 +72,6 @@ def by_name(records: Iterable[Results]) -> dict[str, Results]:
 
 def mib(record: Results) -> str:
     return f"{record['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in record else record.get("does_not_fit", "-")
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2g}%"
 
 
 def over_naive(record: Results) -> str:
@@ -211,20 +209,20 @@ def where_we_lose(every: Results) -> str:
     for r in every[f"skip-{H200}"]["shares"]:
         memory = {"TRL": r["TRL peak_bytes"] / 2**20, OURS: r["GSPOTrainer peak_bytes"] / 2**20}
         where = f"H200, step of TRL, {1 - r['rows_run']:.0%} with advantage 0"
-        comparisons.append((f"{where}: time / TRL's", {"TRL": 1.0, OURS: r["update"]}, ".2f", OURS))
+        comparisons.append((f"{where}: time", {"TRL": 1.0, OURS: r["update"]}, ".2f", OURS))
         comparisons.append((f"{where}: MiB", memory, ",.0f", OURS))
     for batch in every[f"kept_sets-{H200}"]["batches"]:
-        ids = f"{batch['mean']:.3g} ids in a set" if batch["kind"] == "sets" else f"{batch['count']} extra ids"
+        ids = f"kept sets of {batch['mean']:.3g}" if batch["kind"] == "sets" else f"{batch['count']} extra ids"
         milliseconds = {way["name"]: 1e3 * way["seconds"] for way in batch["ways"] if "seconds" in way}
         comparisons.append((f"H200, {ids}: ms", milliseconds, ".1f", OURS))
         comparisons.append((f"H200, {ids}: MiB", peaks(batch["ways"]), ",.0f", OURS))
     for run in every["step-cpu"]["time"]["runs"] + every["vocab-cpu"]["runs"]:
         on = run["on"]
         where = f"CPU, {on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
-        comparisons.append((f"{where}: time / full logits'", times(run["candidates"]), ".2f", OURS))
+        comparisons.append((f"{where}: time", times(run["candidates"]), ".2f", OURS))
         comparisons.append((f"{where}: MiB", peaks(run["candidates"]), ",.0f", OURS))
     for dtype, part in every["trainer-cpu"].items():
-        comparisons.append((f"CPU, step of TRL, {dtype}: time / full logits'", times(part["steps"]), ".2f", OURS))
+        comparisons.append((f"CPU, step of TRL, {dtype}: time", times(part["steps"]), ".2f", OURS))
         comparisons.append((f"CPU, step of TRL, {dtype}: MiB", peaks(part["steps"]), ",.0f", OURS))
     rows = []
     for situation, values, form, default in comparisons:
@@ -232,7 +230,7 @@ def where_we_lose(every: Results) -> str:
         best = min(others, key=others.__getitem__)
         if others[best] < values[default]:
             ratio = f"{values[default] / others[best]:.2f}"
-            rows.append((situation, f"{values[default]:{form}}", f"{others[best]:{form}} ({best})", ratio))
+            rows.append((situation, f"{values[default]:{form}}", f"{others[best]:{form}} ({shown(best)})", ratio))
     return table(("", "gspo_kernels", "best other", "ratio"), rows)
 
 
@@ -248,7 +246,7 @@ def wrong_clip_decisions(every: Results) -> str:
     rows = []
     for body in next(iter(models.values())):
         records = [x[body][head] for x in models.values() for head in HEADS]
-        rows.append((body, *(percent(r["wrong"][r["lengths"].index(LENGTH)]) for r in records)))
+        rows.append((body, *(scores.percent(r["wrong"][r["lengths"].index(LENGTH)]) for r in records)))
     return table(("body", *(f"{model}: {head}" for model in models for head in HEADS.values())), rows)
 
 
@@ -259,7 +257,7 @@ def wrong_clip_decisions_by_length(every: Results) -> str:
     heads: dict[tuple[str, ...], list[str]] = {}
     for name, r in records.items():
         ends, counted = r["95 %"][lengths.index(LENGTH)], r["measured answers"]
-        cells = (*map(percent, r["wrong"]), " to ".join(f"{100 * x:.1f}" for x in ends) + "%")
+        cells = (*map(scores.percent, r["wrong"]), " to ".join(f"{100 * x:.1f}" for x in ends) + "%")
         heads.setdefault((*cells, f"{counted['counted']} of {counted['answers']}"), []).append(shown(name))
     header = ("head", *(f"{length:,} tokens" for length in lengths), f"95 %, {LENGTH:,}", "counted")
     return table(header, [(", ".join(names), *cells) for cells, names in heads.items()])
@@ -300,7 +298,7 @@ def claims(every: Results) -> str:
     apart = [scores.difference(runs, "grpo", of) for runs in (dense, mixture) for of in (best, grid)]
     apart.append(scores.difference(long, "grpo", best))
     clipped = [{arm: scores.tokens_clipped(records) for arm, records in runs.items()} for runs in (dense, long)]
-    shares = [" and ".join(percent(x[arm]) for arm in ("gspo", "grpo")) for x in clipped]
+    shares = [" and ".join(scores.percent(x[arm]) for arm in ("gspo", "grpo")) for x in clipped]
     close = ("gspo + window x 10", "grpo + window x 0.01")
     ratios = [f"{clipped[1][gspo] / clipped[1][grpo]:.2g}" for gspo, grpo in (("gspo", "grpo"), close)]
     replay = [scores.difference(mixture, name + scores.REPLAY, best) for name in ("gspo", "grpo")]
@@ -308,7 +306,7 @@ def claims(every: Results) -> str:
     changes = scores.changes(every["rounding-cpu"]["runs"])
     decided = sum(not low <= 0 <= high for low, high in (x["95 %"] for x in changes))
     wrong = bodies(every["precision-cpu"])["bf16 autocast"][NAIVE]
-    share_wrong = percent(wrong["wrong"][wrong["lengths"].index(LENGTH)])
+    share_wrong = scores.percent(wrong["wrong"][wrong["lengths"].index(LENGTH)])
     rows = [
         (
             "GSPO trains more efficiently than GRPO (5.1)",

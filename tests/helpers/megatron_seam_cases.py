@@ -219,6 +219,9 @@ for _tied in (False, True):
                 assert list(ours_of(args=SLIME_ARGS)[1]) == ["log_probs"]
                 truncated = dict(args=SLIME_ARGS, top_p_token_ids=[first, second], top_p_token_offsets=offsets)
                 replayed = torch.cat(ours_of(**truncated)[1]["log_probs"]).detach()
+                redistribute = fakes[f"{SLIME}.loss"]._allgather_cp_redistribute = mock.Mock()
+                ours_of(args=SimpleNamespace(**{**vars(SLIME_ARGS), "allgather_cp": True}))
+                redistribute.assert_called_once_with(mock.ANY, logits_local_len=S, **lengths)
                 critic = fakes[f"{SLIME}.model"].get_model_provider_func(SLIME_ARGS, "critic")()
             log_probs, entropy = (torch.cat(out[name]) for name in ("log_probs", "entropy"))
             weighted(log_probs[None], entropy[None], everything).backward()

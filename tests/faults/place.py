@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,12 @@ from faults.table import Fault
 
 ROOT = Path(__file__).parent.parent.parent
 LIBRARY = ("gspo_kernels", "integrations", "benchmarks")
+DELETED, ADDED = re.compile(r"\[-(.*?)-\]", re.DOTALL), re.compile(r"\{\+(.*?)\+\}", re.DOTALL)
+
+
+def before_and_after(edit: str) -> tuple[str, str]:
+    """Return the two versions of an edit in the notation of `git diff --word-diff`."""
+    return DELETED.sub(r"\1", ADDED.sub("", edit)), ADDED.sub(r"\1", DELETED.sub("", edit))
 
 
 def faulty_source(fault: Fault) -> tuple[Path, str]:
@@ -21,22 +28,23 @@ def faulty_source(fault: Fault) -> tuple[Path, str]:
         ValueError: if the library has no such place or several.
     """
     places = find(fault)
+    right, wrong = before_and_after(fault[1])
     if len(places) != 1:
-        raise ValueError(f"expected one place in the library, got {len(places)}: {fault[0]!r} with {fault[1]!r}")
+        raise ValueError(f"expected one place in the library, got {len(places)}: {fault[0]!r} with {right!r}")
     path, begin, end = places.pop()
     source = path.read_bytes()
     if _is_expression(fault):
-        wrong = f"({fault[2]})"
+        wrong = f"({wrong})"
     else:
         column = begin - (source.rfind(b"\n", 0, begin) + 1)
-        wrong = textwrap.indent(fault[2], " " * column).lstrip()
+        wrong = textwrap.indent(wrong, " " * column).lstrip()
     return path, (source[:begin] + wrong.encode() + source[end:]).decode()
 
 
 def find(fault: Fault) -> set[tuple[Path, int, int]]:
     """Return the file, first byte and end of every equal expression or statement in functions of this name."""
     module, _, name = fault[0].rpartition(":")
-    (wanted,) = ast.parse(fault[1]).body
+    (wanted,) = ast.parse(before_and_after(fault[1])[0]).body
     dump = ast.dump(wanted.value if _is_expression(fault) and isinstance(wanted, ast.Expr) else wanted)
     places = set()
     for path, qualified_name, definition in _definitions_of_library():
@@ -49,7 +57,7 @@ def find(fault: Fault) -> set[tuple[Path, int, int]]:
 
 def _is_expression(fault: Fault) -> bool:
     """Return whether an expression is replaced by an expression. Otherwise a statement is replaced by statements."""
-    return all([type(x) for x in ast.parse(source).body] == [ast.Expr] for source in fault[1:3])
+    return all([type(x) for x in ast.parse(code).body] == [ast.Expr] for code in before_and_after(fault[1]))
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def is_killed(fault: Fault, folder: Path) -> bool:
     For a fault in a kernel, a crash of the process counts as a failed test.
     """
     path, source = faulty_source(fault)
-    code = run_with_fault(path, source, fault[3], folder)
+    code = run_with_fault(path, source, fault[2], folder)
     return code == 1 or ("triton" in path.relative_to(ROOT).parts and code in CRASHES)
 
 

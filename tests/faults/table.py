@@ -6,12 +6,15 @@ divisor is wrong, or a resumed run computes other numbers. One fault for each su
 
 from __future__ import annotations
 
-# (function, expression, wrong expression, test that must fail)
+# (function, edit of an expression in it, test that must fail)
 #
 # "head_forward" is a function, method or class of this name, "TensorChecks.sign" a method of a class, and
-# "torch/tiles:slabs" a function in a file whose path ends so. Exactly one place in functions of this name has the
-# expression; formatting does not matter. A fault may also replace a statement, by `pass` to delete it.
+# "torch/tiles:slabs" a function in a file whose path ends so.
+#
+# The edit is written as `git diff --word-diff` prints it: "x + [-y-]{+z+}" makes x + z of x + y. Exactly one place in
+# functions of this name has the expression x + y; formatting does not matter. The edit may also be of a statement:
+# "[-statement-]{+pass+}" deletes it.
 #
 # "parity::test_x" is the function test_x in test_parity.py. "trainers/trl::test_x" names the folder too: by this name,
 # faults/test_faults.py skips tests of trainers that are not installed.
-Fault = tuple[str, str, str, str]
+Fault = tuple[str, str, str]

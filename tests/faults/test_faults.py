@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from faults import FAULTS
-from faults.place import faulty_source, find
+from faults.place import before_and_after, faulty_source, find
 from faults.run import is_killed, run_with_fault
 
 pytestmark = pytest.mark.slow  # also because faults quote the source: a refactoring mends them once, before it lands
@@ -29,16 +29,16 @@ def test_every_fault_is_an_edit_of_the_library() -> None:
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_without_its_fault_the_test_passes(name: str, tmp_path: Path) -> None:
-    function, expression, _, test = FAULTS[name]
-    path, source = faulty_source((function, expression, expression, test))
+    function, edit, test = FAULTS[name]
+    path, source = faulty_source((function, before_and_after(edit)[0], test))
     assert run_with_fault(path, source, test, tmp_path) == 0
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_killed(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    if fault[3].startswith("trainers/trl"):
+    if fault[2].startswith("trainers/trl"):
         pytest.importorskip("trl", minversion="1.15")
-    if fault[3].startswith("trainers/verl") and importlib.util.find_spec("verl") is None:
+    if fault[2].startswith("trainers/verl") and importlib.util.find_spec("verl") is None:
         pytest.skip("needs verl, which is installed in another environment: make test-trainers")
     assert is_killed(fault, tmp_path), f"{name}: test passed or did not run\n{(tmp_path / 'log').read_text()[-2000:]}"

@@ -1,4 +1,4 @@
-"""What an accelerated TRL trainer prints, logs and does before each batch."""
+"""What an accelerated TRL trainer prints and logs, and how its methods are replaced."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def log_backwards(trainer: Any) -> None:
     replace_method(trainer, "log", log_with_backwards)
 
 
-def call_before_each_batch(trainer: Any, function: Callable[[], None]) -> None:
-    """Call `function` before the trainer prepares a batch, which includes scoring its completions."""
-    prepare = trainer._prepare_inputs
+def call_before(trainer: Any, name: str, function: Callable[[], None]) -> None:
+    """Call `function` before each call of a method of the trainer."""
+    method = getattr(trainer, name)
 
-    @functools.wraps(prepare)
-    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
         function()
-        return prepare(*args, **kwargs)
+        return method(*args, **kwargs)
 
-    replace_method(trainer, "_prepare_inputs", prepare_inputs)
+    replace_method(trainer, name, call)
 
 
 def replace_method(trainer: Any, name: str, function: Callable[..., Any]) -> None:

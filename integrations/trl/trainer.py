@@ -20,7 +20,7 @@ from ..backwards import BackwardSettings
 from ..huggingface import base_model, fuse_head
 from ..huggingface.fused_head import fused_head_of
 from .config import LEVELS, METHOD, GSPOConfig, backward_settings, check_trainer, warn_of_settings_that_never_clip
-from .logs import call_before_each_batch, log_backwards, print_settings
+from .logs import call_before, log_backwards, print_settings
 from .model_forward import ModelLogProbs
 from .zero_advantage import EqualRewards, LiveAnswers, check_skipping
 
@@ -185,7 +185,7 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skip_z
     _use_log_probs(trainer)
     if previous is None:
         log_backwards(trainer)
-        call_before_each_batch(trainer, functools.partial(_use_log_probs, trainer))
+        call_before(trainer, METHOD, functools.partial(_use_log_probs, trainer))
         setattr(trainer, _LIVE, LiveAnswers(trainer))
         if getattr(trainer.args, "zero_equal_rewards", True):
             EqualRewards(trainer, zeroes=isinstance(trainer, GSPOTrainer))

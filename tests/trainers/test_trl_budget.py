@@ -18,6 +18,7 @@ import transformers
 from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, TRAINER_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.kernels import chunked_logprob
 
 from gspo_kernels import linear_log_probs, memory
 from gspo_kernels.backends import dispatch
@@ -263,18 +264,17 @@ def test_the_formula_for_the_memory_of_trls_head_counts_its_tensors(
     n: int, width: int, vocab: int, dtype: torch.dtype, weight_dtype: torch.dtype, frozen: bool
 ) -> None:
     """Run TRL's head on meta tensors. What TRL's Triton kernels and cuBLAS compute in place on a GPU does nothing."""
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
     autocast = dtype != weight_dtype
     ids = torch.empty(n, dtype=torch.int64, device="meta")
     hidden = torch.empty(n, width, dtype=weight_dtype, device="meta", requires_grad=True)
     weight = torch.empty(vocab, width, dtype=weight_dtype, device="meta", requires_grad=not frozen)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as live:
         for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
-            patch.setattr(kernels, name, lambda *args, **options: None)
+            patch.setattr(chunked_logprob, name, lambda *args, **options: None)
         patch.setattr(torch, "is_autocast_enabled", lambda *device: autocast)
         patch.setattr(torch, "get_autocast_dtype", lambda *device: dtype)
         options = (1.0, 32_768, None, 1.0, ("log_probs", "entropy"))
-        log_probs = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, ids, *options)[0]
+        log_probs = chunked_logprob.ChunkedLogProbFunction.apply(hidden, weight, None, ids, *options)[0]
         torch.autograd.grad(log_probs, [hidden] if frozen else [hidden, weight], torch.empty_like(log_probs))
     formula = memory.trl_head_bytes(n, width, vocab, dtype.itemsize, frozen, weight_dtype.itemsize if autocast else 0)
     assert formula <= live.peak <= formula + 12 * 4 * n  # and at most 12 vectors

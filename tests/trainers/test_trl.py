@@ -255,8 +255,6 @@ def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> 
     assert len(logs) == 4 and all(log["grad_norm"] > 0 for log in logs)
     # The same kernel computes the log-probs of policy and reference model, so their KL begins at 0.
     assert logs[0]["kl"] < TRAINER_LOG_ABSOLUTE < max(log["kl"] for log in logs)
-    accelerate_trainer(trainer)  # a second call does nothing
-    torch.save(trainer.model, tmp_path / "model.pt")
 
 
 def test_other_objects_raise_and_overridden_log_probs_are_warned_of(tmp_path: Path) -> None:
@@ -267,7 +265,8 @@ def test_other_objects_raise_and_overridden_log_probs_are_warned_of(tmp_path: Pa
 
 
 def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, beta=0.1)
+    """Log-probs and entropies equal those of logits at the trainer's temperature."""
+    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, beta=0.1, temperature=0.7)
     accelerate_trainer(trainer)
     ids = torch.randint(2, 10, (2, 7))
     labels = ids.clone()
@@ -275,10 +274,13 @@ def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Pat
     for model in (trainer.model, trainer.ref_model):
         base = base_model(trainer.accelerator.unwrap_model(model))
         assert fuse_head(base).fused_lm_head is not None
-        logits = base(input_ids=ids, use_cache=False).logits
-        expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        dense = (base(input_ids=ids, use_cache=False).logits[:, :-1] / 0.7).log_softmax(-1)
+        mask = labels[:, 1:] != -100
+        log_probs = dense.gather(-1, ids[:, 1:, None])[..., 0] * mask
+        expected = -log_probs.sum() / mask.sum(), log_probs, -(dense.exp() * dense).sum(-1) * mask
         out = base(input_ids=ids, labels=labels, fused_lm_head=True)
-        torch.testing.assert_close(out.loss, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        for x, y in zip((out.loss, out.log_probs, out.entropy), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -290,6 +292,7 @@ def test_a_pickled_model_of_a_trainer_is_a_model_of_its_own_and_a_deep_copy_is_r
     first = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options, bf16=trained)
     if trained:
         first.train()  # with bf16, accelerate wraps the forward
+        accelerate_trainer(first)
     before = [p.detach().clone() for p in first.model.parameters()]
     with pytest.raises(HeadError, match="is this a deep copy of a trainer's model"):
         make_trainer(GSPOTrainer, copy.deepcopy(first.model), tmp_path, **options)

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .backends.rows import KeptRows
 from .inputs.compared import head_values, pair_values, policy_values
-from .inputs.head import HeadArguments, head_rows, moved
-from .inputs.lm_head import device_map, weight_of
+from .inputs.head import HeadArguments, HeadInputs, head_rows
+from .inputs.lm_head import device_map, moved, opened, weight_of
 from .inputs.pairs import kept_rows
-from .inputs.policy import PolicyArguments, policy_rows
+from .inputs.policy import PolicyArguments, PolicyInputs, policy_rows
 from .kept_sets import KeptSets
 from .objective import Objective, names_misplaced_fields
 from .ops.loss import fused_loss_op, policy_loss_op
@@ -119,13 +120,13 @@ def gspo_fused_loss(
             makes the loss NaN.
     """
     check = TensorChecks("gspo_fused_loss")
-    weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head
-    tp_group = vocabulary_group(check, weight, tp_group)
+    opened_head = opened(lm_head)
+    tp_group = vocabulary_group(check, weight_of(opened_head), tp_group)
     cp_group = process_group(check, "cp_group", cp_group)
     has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
     head_arguments = HeadArguments(
         hidden=hidden,
-        lm_head=lm_head,
+        lm_head=opened_head,
         target_ids=target_ids,
         mask=mask,
         bias=bias,
@@ -152,10 +153,10 @@ def gspo_fused_loss(
         kl_normalizer=kl_normalizer,
         cp_group=cp_group,
     )
-    head_device = device_map(lm_head)
-    head_arguments, policy_arguments = moved(head_arguments, head_device), moved(policy_arguments, head_device)
-    if kept_sets is not None and head_device is not None:
-        kept_sets = kept_sets.to(head_device)
+    head_device = device_map(opened_head)
+    if head_device is not None:
+        head_arguments, policy_arguments = moved(head_arguments, head_device), moved(policy_arguments, head_device)
+        kept_sets = None if kept_sets is None else kept_sets.to(head_device)
 
     with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
         check.boolean("entropy", entropy)
@@ -180,19 +181,14 @@ def gspo_fused_loss(
             compared.update(pair_values(kept, None, head.rows))
             compared.update(policy_values(policy_arguments, policy, unmasked))
 
-    if kept is not None:
-        options = head.gradient_budget, head.cache_bytes, head.backend
-        log_probs, entropies = kept_log_probs(head.rows, kept, *options)
-        with_entropy = entropies if head.rows.entropy else None
-        result = policy_loss_op(log_probs, with_entropy, head.rows.mask, policy.rows, objective, head.backend)
-        out = loss_output(result, policy, log_probs.detach(), with_entropy, objective)
-        singletons = mean_over_ranks(kept.is_single, head.rows.mask, policy.rows.group)
-        out = out._replace(metrics=out.metrics | {"kept_singletons": singletons})
-        return moved(out, None if head_device is None else hidden.device)
+    out = _over_vocabulary(head, policy, objective) if kept is None else _over_kept_sets(head, kept, policy, objective)
+    return out if head_device is None else moved(out, hidden.device)
 
+
+def _over_vocabulary(head: HeadInputs, policy: PolicyInputs, objective: Objective) -> LossOutput:
+    """Compute the loss in one operator."""
     # PyTorch calls the body of `fused_loss_op` with tensors and numbers: see ops/tuples.py.
     result = fused_loss_op(head.rows, policy.rows, objective, head.gradient_budget, head.cache_bytes, head.backend)
-
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)
     work = work_metrics(
@@ -202,5 +198,15 @@ def gspo_fused_loss(
         d_weight=head.needs.weight,
         has_backward=any(head.needs),
     )
-    out = out._replace(metrics=out.metrics | work)
-    return moved(out, None if head_device is None else hidden.device)
+    return out._replace(metrics=out.metrics | work)
+
+
+def _over_kept_sets(head: HeadInputs, kept: KeptRows, policy: PolicyInputs, objective: Objective) -> LossOutput:
+    """Compute log-probs over kept sets, and then the loss. Only rows with an empty set go through the vocabulary."""
+    options = head.gradient_budget, head.cache_bytes, head.backend
+    log_probs, entropies = kept_log_probs(head.rows, kept, *options)
+    with_entropy = entropies if head.rows.entropy else None
+    result = policy_loss_op(log_probs, with_entropy, head.rows.mask, policy.rows, objective, head.backend)
+    out = loss_output(result, policy, log_probs.detach(), with_entropy, objective)
+    singletons = mean_over_ranks(kept.is_single, head.rows.mask, policy.rows.group)
+    return out._replace(metrics=out.metrics | {"kept_singletons": singletons})

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .inputs.compared import head_values, pair_values
-from .inputs.head import HeadArguments, head_rows, moved
-from .inputs.lm_head import device_map, weight_of
+from .inputs.head import HeadArguments, head_rows
+from .inputs.lm_head import device_map, moved, opened, weight_of
 from .inputs.pairs import extra_pairs, kept_rows
 from .kept_sets import KeptSets
 from .ops.head import linear_log_probs_op
@@ -89,11 +89,11 @@ def linear_log_probs(
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise the log-prob of an id out of range is NaN.
     """
     check = TensorChecks("linear_log_probs")
-    weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head
-    tp_group = vocabulary_group(check, weight, tp_group)
+    opened_head = opened(lm_head)
+    tp_group = vocabulary_group(check, weight_of(opened_head), tp_group)
     arguments = HeadArguments(
         hidden=hidden,
-        lm_head=lm_head,
+        lm_head=opened_head,
         target_ids=target_ids,
         mask=mask,
         bias=bias,
@@ -108,13 +108,14 @@ def linear_log_probs(
         tp_group=tp_group,
         reduce_hidden=reduce_hidden,
     )
-    head_device = device_map(lm_head)
-    arguments = moved(arguments, head_device)
+    head_device = device_map(opened_head)
     if head_device is not None:
+        arguments = moved(arguments, head_device)
         kept_sets = None if kept_sets is None else kept_sets.to(head_device)
         extra_ids = None if extra_ids is None else extra_ids.to(head_device)
 
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
+        check.boolean("entropy", entropy)
         head = head_rows(check, arguments)
         kept = None if kept_sets is None else kept_rows(check, kept_sets, arguments.target_ids, head.rows)
         if kept is not None and extra_ids is not None:
@@ -137,4 +138,4 @@ def linear_log_probs(
     if extra is not None and extra_ids is not None:
         extra_result = extra_log_probs(head.rows, extra, log_probs, head.backend).view(extra_ids.shape)
     result = LogProbOutput(log_probs.view(shape), entropies.view(shape) if entropy else None, extra_result)
-    return moved(result, None if head_device is None else hidden.device)
+    return result if head_device is None else moved(result, hidden.device)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .backends.dispatch import pick_backend
 from .inputs.compared import policy_values
-from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, policy_rows
 from .metrics import NAMES
 from .objective import Objective, names_misplaced_fields
@@ -114,21 +113,19 @@ def policy_loss(
         if packed and isinstance(log_probs, Tensor) and log_probs.shape[:-1] == (1,):
             text += " (pass log_probs[0])"
         check.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
-        unmasked = token_mask(check, mask, log_probs, log_probs.device)
+        shape, device = log_probs.shape, log_probs.device
+        unmasked = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
+        unmasked = check.mask(unmasked, shapes=[shape], shape_text=lambda: str(list(shape)), device=device)
         check.sign("log_probs", log_probs.detach(), unmasked)
         if entropy is not None:
-            shapes, device = [log_probs.shape], log_probs.device
-            check.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
+            check.log_probs("entropy", entropy, shapes=[shape], shape_text="like log_probs", device=device)
             entropy = entropy.to(log_probs.dtype)
             check.sign("entropy", entropy.detach(), unmasked, positive=True)
         if kl_log_probs is not None:
-            shapes, device = [log_probs.shape], log_probs.device
-            check.log_probs("kl_log_probs", kl_log_probs, shapes=shapes, shape_text="like log_probs", device=device)
+            check.log_probs("kl_log_probs", kl_log_probs, shapes=[shape], shape_text="like log_probs", device=device)
             kl_log_probs = kl_log_probs.to(log_probs.dtype)
             check.sign("kl_log_probs", kl_log_probs.detach(), unmasked)
-        policy = policy_rows(
-            check, arguments, unmasked, log_probs.dtype
-        )  # it counts the values that are invalid so far
+        policy = policy_rows(check, arguments, unmasked, log_probs.dtype)  # counts the values that are invalid so far
         if kl_log_probs is not None and (ref_log_probs is None or _ratio_in_kl(objective)):
             needed = "None without ref_log_probs, and if the KL term has a ratio (kl_ratio_factor, or 'unbiased')"
             check.fail("kl_log_probs", needed, kl_log_probs)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import memory
 from ..backends.dispatch import pick_backend
@@ -18,14 +18,14 @@ from ..ranks.collectives import sum_gradient
 from ..ranks.dtensors import is_dtensor, local_hidden, local_rows
 from ..ranks.shards import Shard, columns_over, shard_over
 from ..validation import FLOATS, TensorChecks, Unquoted, positive, up_to_five
-from .lm_head import Head, resolve, weight_of
+from .lm_head import Head, HeadModules, resolve, weight_of
 
 
 class HeadArguments(NamedTuple):
-    """Arguments that determine log-probs, as the caller passed them. `linear_log_probs` documents them."""
+    """Arguments that determine log-probs, with the head taken apart. `linear_log_probs` documents them."""
 
     hidden: Tensor
-    lm_head: Tensor | nn.Module
+    lm_head: Tensor | HeadModules
     target_ids: Tensor
     mask: Tensor | None
     bias: Tensor | None
@@ -57,7 +57,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     tp_group = arguments.tp_group
     hidden = arguments.hidden
     we_sum_gradient = not is_dtensor(hidden)  # the model sums the gradient of a DTensor
-    if is_dtensor(hidden):
+    if not we_sum_gradient:
         hidden = local_hidden(check, hidden, tp_group)
     check.budget(arguments.gradient_budget)
     check.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
@@ -66,23 +66,22 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     shape, device = hidden.shape[:-1], hidden.device
     like_hidden = lambda: f"{list(shape)} like hidden"  # noqa: E731
     check.tensor("target_ids", target_ids, dtypes=[torch.int64], shapes=[shape], shape_text=like_hidden, device=device)
-    mask = token_mask(check, arguments.mask, target_ids, device)
-    check.boolean("entropy", arguments.entropy)
+    mask = target_ids != -100 if arguments.mask is None else arguments.mask
+    mask = check.mask(mask, shapes=[shape], shape_text=lambda: str(list(shape)), device=device)
     if hidden.shape[-1] == 0:
         check.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
     rows = hidden.flatten(0, -2)  # [N, H]
     if tp_group is not None and we_sum_gradient and arguments.reduce_hidden == "all":
         rows = sum_gradient(rows, tp_group)
     lm_head, bias = arguments.lm_head, arguments.bias
-    if isinstance(lm_head, nn.Module):
+    whole_weight = weight_of(lm_head)
+    if isinstance(lm_head, HeadModules):
         head = resolve(check, lm_head, bias, rows, mask.reshape(-1), tp_group)
-        whole_weight = weight_of(lm_head)
     else:
         head = Head(
             weight=local_rows(lm_head) if is_dtensor(lm_head) else lm_head,
             bias=local_rows(bias) if is_dtensor(bias) else bias,
         )
-        whole_weight = lm_head
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
     check.head(weight, bias, rows)
     weight_item = head.weight.element_size() if weight.dtype != head.weight.dtype else 0
@@ -124,19 +123,6 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     )
 
 
-def moved(values: Any, device: torch.device | None) -> Any:
-    """Move all tensors of a named tuple to `device`, including those in dictionaries. None: return it unchanged."""
-    if device is None:
-        return values
-
-    def move(x: Any) -> Any:
-        if isinstance(x, dict):
-            return {name: move(value) for name, value in x.items()}
-        return x.to(device) if isinstance(x, Tensor) else x
-
-    return type(values)(*map(move, values))
-
-
 def _of_shard(head: HeadRows, shard: Shard) -> HeadRows:
     """Keep this rank's columns. A rank that holds only padding computes one column, which is ignored."""
     target_ids = head.target_ids - shard.first
@@ -148,16 +134,6 @@ def _check_ids(check: TensorChecks, target_ids: Tensor, mask: Tensor, columns: i
     wrong = mask & (target_ids != target_ids.clamp(0, columns - 1))
     expected = lambda: f"between 0 and {columns - 1} where mask is true"  # noqa: E731
     check.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])
-
-
-def token_mask(check: TensorChecks, mask: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
-    """Check the mask. Return it as bool, in the shape of `like`.
-
-    `like` holds target ids or log-probs. Without a mask, ids other than -100 and all log-probs are unmasked.
-    """
-    if mask is None:
-        mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
-    return check.mask(mask, shapes=[like.shape], shape_text=lambda: str(list(like.shape)), device=device)
 
 
 def _temperature(check: TensorChecks, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..backends.adapter import adapter_product
 from ..layout import accumulator
+from ..ops.adapter import adapter_product
 from ..ranks.collectives import sum_gradient
 from ..ranks.dtensors import is_dtensor, local, local_rows
 from ..validation import TensorChecks, Unquoted
@@ -155,28 +155,42 @@ def owner(hook: Any) -> str:
     return str(getattr(getattr(hook, "func", hook), "__module__", ""))  # `func` of a functools.partial
 
 
-def device_map(lm_head: Any) -> torch.device | None:
+def opened(lm_head: Tensor | nn.Module) -> Tensor | HeadModules:
+    """Take a module apart. A weight is returned unchanged."""
+    return take_apart(lm_head) if isinstance(lm_head, nn.Module) else lm_head
+
+
+def weight_of(lm_head: Tensor | HeadModules) -> Any:
+    """The weight of a head, or None if its module has none."""
+    return getattr(lm_head.linear, "weight", None) if isinstance(lm_head, HeadModules) else lm_head
+
+
+def device_map(lm_head: Tensor | HeadModules) -> torch.device | None:
     """Device to which accelerate moves the head's input; None without accelerate's hooks."""
-    if not isinstance(lm_head, nn.Module):
+    if not isinstance(lm_head, HeadModules) or not any(placed_by_accelerate(unwrapped(x)) for x in lm_head.called):
         return None
-    modules = take_apart(lm_head)
-    placed = any(placed_by_accelerate(unwrapped(x)) for x in modules.called)
-    return getattr(getattr(modules.linear, "weight", None), "device", None) if placed else None
+    return getattr(weight_of(lm_head), "device", None)
 
 
-def weight_of(lm_head: nn.Module) -> Any:
-    """The weight of a module, or None if it has none."""
-    return getattr(take_apart(lm_head).linear, "weight", None)
+def moved(values: Any, device: torch.device) -> Any:
+    """Move all tensors of a named tuple to `device`, including those in dictionaries."""
+
+    def move(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: move(value) for name, value in x.items()}
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    return type(values)(*map(move, values))
 
 
 def resolve(
-    check: TensorChecks, lm_head: nn.Module, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any
+    check: TensorChecks, modules: HeadModules, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any
 ) -> Head:
     """Take the tensors of a module, for `hidden` [N, H] with `mask` [N].
 
     If the vocabulary is sharded over `tp_group`, the tensors are this rank's, and A is replicated.
     """
-    module, lora, tokens, called = take_apart(lm_head)
+    module, lora, tokens, called = modules
     check.unsharded(local_rows(getattr(module, "weight", None)))
     for reason in _reasons_to_reject(module, called):
         check.fail(

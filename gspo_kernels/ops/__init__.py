@@ -7,5 +7,5 @@ Each public function calls one differentiable operator. Their backwards call two
     fused_loss                  hidden states, head -> loss                     (backward: head_backward)
 
 Gradients are computed by formulas, not by autograd. The backward operators have no derivative, so double backward
-raises an error. LoRA's product h A^T is another operator, in `backends/adapter.py`.
+raises an error. LoRA's product h A^T is another operator, in `adapter.py`.
 """

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from ..backends.adapter import NAMESPACE
 from ..objective import Objective
 from ..validation import refuse_second_derivative, refuse_torch_func
 
+# Namespace of our torch.library operators. The kernels hub imports a copy of this package under another name, next to
+# the installed one.
+NAMESPACE = __name__.partition(".")[0]
 P = ParamSpec("P")
 R = TypeVar("R")
 # Numbers have arguments of their own, because torch.compile may replace them by symbols.

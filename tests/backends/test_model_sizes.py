@@ -33,11 +33,11 @@ from torch import Tensor
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import triton as triton_backend
-from gspo_kernels.backends.adapter import adapter_product
 from gspo_kernels.backends.precision import add_product
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.benchmarks import peaked
 from gspo_kernels.layout import segment_sum
+from gspo_kernels.ops.adapter import adapter_product
 from gspo_kernels.ops.head import linear_log_probs_op
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device", "cached_memory_is_returned")]

@@ -65,7 +65,7 @@ def main(files: list[str]) -> None:
             margin, test, what = line.split("\t")
             largest[test] = max(largest.get(test, (0.0, "", "")), (float(margin), path.name, what))
     for test, (margin, setting, what) in sorted(largest.items(), key=lambda item: -item[1][0]):
-        if margin > 0.5:
+        if 0.5 < margin <= 1:  # above 1, a test plants a fault, or it has failed
             print(f"{margin:7.2f}  {test}  [{what}]  {setting}")
 
 

@@ -20,7 +20,8 @@ HOUSE = (
     {"advantages", "metrics", "objective"},
     {"backends"},
     {"memory"},
-    {"inputs", "ops"},
+    {"ops"},
+    {"inputs"},
     {"outputs"},
     {"fused_loss", "log_probs", "policy"},
     {""},  # the package's __init__.py, which exports the public names
@@ -33,7 +34,6 @@ BACKENDS = (
     {"precision", "rows"},
     {"live_tiles", "pairs"},
     {"torch", "triton"},
-    {"adapter"},
     {"self_check"},
     {"dispatch"},
 )

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.precision import exact_products, pad_columns
+from ..backends.torch.tiles import tile_shape
+from ..backends.workspace import DEFAULT_WORKSPACE
 from ..validation import refuse_second_derivative, refuse_torch_func
-from .precision import exact_products, pad_columns
-from .torch.tiles import tile_shape
-from .workspace import DEFAULT_WORKSPACE
-
-# Namespace of our torch.library operators. The kernels hub imports a copy of this package under another name, next to
-# the installed one.
-NAMESPACE = __name__.partition(".")[0]
+from .tuples import NAMESPACE
 
 
 def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:

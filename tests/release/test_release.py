@@ -113,8 +113,8 @@ def test_the_metadata_is_complete(distributions: dict[str, Path]) -> None:
     # Without a public address, relative links and images would be dead.
     text, readme = str(fields.get_payload()), (ROOT / "README.md").read_text()
     links = re.findall(r"\]\(([^)]*)\)", text)
-    assert links and all(link.startswith(("https://", "#")) for link in links)
-    assert {line for line in readme.splitlines() if "](" not in line} <= set(text.splitlines())
+    assert links and all(link.startswith(("https://", "#")) for link in links) and "<img" not in text
+    assert {line for line in readme.splitlines() if "](" not in line and "<img" not in line} <= set(text.splitlines())
 
 
 def test_with_an_address_the_links_of_the_description_are_absolute(source: Path, tmp_path: Path) -> None:

@@ -148,11 +148,6 @@ FAULTS: dict[str, Fault] = {
         "identity(self.head)+}",
         "huggingface::test_a_changed_number_is_noticed_by_the_next_call[scale of the model]",
     ),
-    "a token that the sampler could not score makes the loss NaN": (
-        "loss_of_log_probs",
-        '[-torch.where(rollout.isnan(), options["old_log_probs"], rollout)-]{+rollout+}',
-        "seams::test_a_token_that_the_sampler_could_not_score_has_weight_one",
-    ),
     "an answer that did not run gets the log-prob 0": (
         "LiveAnswers._run_live_rows",
         "[-batch.get(_OLD, torch.zeros(mask.shape, device=mask.device))-]{+torch.zeros(mask.shape, "

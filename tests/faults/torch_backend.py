@@ -43,20 +43,10 @@ FAULTS: dict[str, Fault] = {
         "slope = torch.where(nonzero{+ & ~low & ~high+}, -weight * advantages, 0)",
         f"{OBJECTIVE}[torch-padded-cispo]",
     ),
-    "sapo: the ratio left out of the gradient": (
-        "_sapo",
-        "-4 * (gate * torch.sigmoid(temperature * (1 - s)))[- * s-]",
-        f"{OBJECTIVE}[torch-padded-sapo]",
-    ),
     "k3+ with the gradient of k3": (
         "torch/surrogates:kl_and_slope",
         '[-d if estimator.endswith("+") else -]slope',
         f"{OBJECTIVE}[torch-padded-k1+]",
-    ),
-    "masked old log-probs multiplied by 0": (
-        "_log_ratios",
-        "[-torch.where(mask, log_probs - old, 0)-]{+mask * (log_probs - old)+}",
-        f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "mask off by one": (
         "torch/forward:forward_and_keep",
@@ -97,10 +87,5 @@ FAULTS: dict[str, Fault] = {
         "_kl_share",
         "[-aggregation == objective.aggregation-]{+True+}",
         "loss_faults::test_a_kl_term_with_another_aggregation_has_its_own_divisor[torch-sequence]",
-    ),
-    "entropy gradient of an impossible target": (
-        "LogitGradients.__init__",
-        "log_p = self.log_probs[-.clamp(min=LOG_OF_NOTHING)-]",
-        "edges::test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient[torch]",
     ),
 }

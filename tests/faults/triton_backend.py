@@ -70,12 +70,6 @@ FAULTS: dict[str, Fault] = {
         "[-d -= tl.load(row_inputs.d_entropy + rows) * tl.exp(log_p) * (log_p + h)-]{+pass+}",
         f"{OBJECTIVE}[triton-padded-entropy-bonus]",
     ),
-    "rows without gradient multiplied": (
-        "_gradient_of_logits",
-        "[-tl.where(has_gradient, tl.load(row_inputs.log_total + rows), "
-        'float("inf"))-]{+tl.load(row_inputs.log_total + rows)+}',
-        "kernels::test_nan_rows_without_a_gradient_stay_zero_without_host_reads",
-    ),
     "chunks overwrite each other": (
         "_Gradients._add_chunk",
         "add_product(d_weight, d_z.t(), hidden, first=[-chunk.start == 0-]{+True+})",
@@ -111,11 +105,6 @@ FAULTS: dict[str, Fault] = {
         "[-tokens.token_weights is not None-]{+False+}",
         CHECK,
     ),
-    "sign of KL's slope": (
-        "triton/surrogates:kl_and_slope",
-        "value, slope = decay + d, [---]decay",
-        CHECK,
-    ),
     "no gradient through a token's ratio": (
         "sum_tokens",
         "[-d_log_prob_t += tl.where(unmasked, d_log_ratio_t, 0.0)-]{+pass+}",
@@ -149,20 +138,10 @@ FAULTS: dict[str, Fault] = {
         "block_h=16 if head.hidden.shape[0] < 64 else 32)+}",
         "heads::test_a_row_has_the_same_bits_alone_and_in_any_batch[triton-linear]",
     ),
-    "cells of a part numbered from the first cell of all parts": (
-        "hidden_product",
-        "[-(tl.load(block_place + j) - first_cell-]{+tl.load(block_place + j+}).to(tl.int64)",
-        f"{CELLS}[triton-many parts-plain-fp32]",
-    ),
     "rows beyond the last in a cell not zero": (
         "gradient_tile",
         "[-d = tl.where(n[:, None] < n_rows, d, 0.0)-]{+pass+}",
         f"{CELLS}[triton-one part-plain-fp32]",
-    ),
-    "fp16 gradients lifted as if the slope were 1": (
-        "gradient_rows",
-        "power_of_two(d_log_probs * torch.expm1(result.log_probs), d_entropy, has_gradient, [-slope-]{+1.0+})",
-        "edges::test_fp16_gradients_of_an_entropy_bonus_fit_whatever_the_logit_scale[triton-300-6.103515625e-05-0.25]",
     ),
     "sums of earlier parts overwritten": (
         "cells/products:write",

@@ -6,7 +6,7 @@ optimizer step). `gspo train` is the command line, and docs/trainer.md is its ma
 
     trainer      the loop                  update       from a rollout to an optimizer step
     config       options                   config_file  presets, YAML files, key=value
-    policy       the model                 loading      checkpoints, LoRA, quantized weights
+    policy       the model                 loading      checkpoints, LoRA
     data         prompts and rewards       sampling     rollouts
     advantages   from rewards to advantages
     zero_advantage  answers that do not run through the model

@@ -24,7 +24,6 @@ CHOICES = {
     "precision": ("fp32", "bf16", "autocast", "fp16", "fp16-autocast"),
     "sampler_precision": ("", "bf16"),
     "old_log_probs": ("trainer", "sampler"),
-    "quantization": ("", "8bit", "4bit"),
     "parallel": ("ddp", "fsdp2"),
     "backend": ("auto", "torch", "triton"),
     "normalizer": ("", "rows", "sequences", "tokens", "one"),
@@ -122,7 +121,6 @@ class TrainConfig:
     lora_rank: int = 0  # 0: train all weights
     lora_alpha: float = 32.0
     lora_head: bool = False  # an adapter on the language-model head too
-    quantization: str = ""  # base of a LoRA model through bitsandbytes: 8bit or 4bit
     gradient_checkpointing: bool = False
     clip_noise_every: int = 0  # steps between measurements of the clip decisions that rounding changes; 0: none
     routing_replay: bool = False  # train a mixture of experts with the experts that the old policy chose
@@ -184,8 +182,6 @@ class TrainConfig:
         require("warmup_updates", self.warmup_updates <= self.total_updates, updates)
         grows = 0 < self.initial_new_tokens < self.max_new_tokens
         require("length_steps", grows == (self.length_steps > 0), "a number above 0 together with initial_new_tokens")
-        require("quantization", not self.quantization or self.lora_rank > 0, "'' unless lora_rank is above 0")
-        require("quantization", not self.quantization or self.parallel != "fsdp2", "'' with parallel=fsdp2")
         require("lora_head", not self.lora_head or self.lora_rank > 0, "false unless lora_rank is above 0")
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
         require("advantages", len(self.advantages) > 0, "at least one call, such as [group_advantages]")
@@ -198,15 +194,14 @@ class TrainConfig:
         if self.routing_replay and self.gradient_checkpointing:
             presets = "the presets 1b-10b and moe set it to true"
             raise InputError(f"routing_replay: expected gradient_checkpointing=false with it, got true ({presets})")
-        for name, conflict in (("parallel=fsdp2", self.parallel == "fsdp2"), ("quantization", self.quantization != "")):
-            require("sampler_precision", not (self.sampler_precision and conflict), f"'' with {name}")
+        sharded = self.parallel == "fsdp2"
+        require("sampler_precision", not (self.sampler_precision and sharded), "'' with parallel=fsdp2")
         recomputed = "trainer with rollout_correction, which compares the trainer's log-probs with the sampler's"
         require(
             "old_log_probs", self.objective.rollout_correction is None or self.old_log_probs == "trainer", recomputed
         )
         for name, conflict in {
-            "parallel=fsdp2": self.parallel == "fsdp2",
-            "quantization": self.quantization != "",
+            "parallel=fsdp2": sharded,
             "routing_replay": self.routing_replay,
             f"surrogate={self.objective.surrogate}, which does not clip whole ratios": self.objective.surrogate
             not in CLIPPING,

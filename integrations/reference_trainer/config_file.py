@@ -68,8 +68,6 @@ TRL_NAMES = {
     "generation_batch_size": "prompts_per_step * group_size",
     "gradient_accumulation_steps": "micro_batch_size and updates_per_rollout",
     "importance_sampling_level": "ratio",
-    "load_in_4bit": "quantization=4bit",
-    "load_in_8bit": "quantization=8bit",
     "log_completions": "samples",
     "lora_r": "lora_rank",
     "loss_type": "objective or aggregation",

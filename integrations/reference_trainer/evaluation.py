@@ -162,7 +162,7 @@ def evaluation_of_run(
     model = model_of_run(folder, then["seeds"], options.seed)
     shared = {name: then[name] for name in SHARED if name in then and name not in ("data", "eval_prompts")}
     if (model / ADAPTER).is_file():
-        shared |= {name: then[name] for name in ("lora_rank", "quantization") if name in then}
+        shared["lora_rank"] = then["lora_rank"]
     elif then.get("lora_rank"):
         shared["precision"] = "fp32"  # merged with a base that was only in memory: 16 bits would lose the change
     from_python = record.get("from_python", [])

@@ -96,10 +96,10 @@ def export(
             settings = json.loads((partial / ADAPTER).read_text(encoding="utf-8"))
             settings |= {"base_model_name_or_path": located(base)[0]} if base else {}
             (partial / ADAPTER).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-            usage = usage_of_adapter(out.name, settings, trained_in, options.get("quantization", ""))
+            usage = usage_of_adapter(out.name, settings, trained_in)
         else:
             save_generation_config(partial, tokenizer)
-            usage = usage_of_model(out.name, dtype_of(partial), options if is_adapter else {}, merge_loss)
+            usage = usage_of_model(out.name, dtype_of(partial), is_adapter, merge_loss)
         usage += usage_of_template(options.get("chat_template_kwargs") or {})
         library = "peft" if adapter else "transformers"
         card(run, options, record, model, usage, library).save(partial / "README.md")
@@ -142,18 +142,16 @@ def save_generation_config(folder: Path, tokenizer: Any) -> None:
     config.save_pretrained(folder)
 
 
-def usage_of_model(name: str, dtype: str, of_adapter: dict[str, Any], merge_loss: float) -> str:
+def usage_of_model(name: str, dtype: str, is_merged: bool, merge_loss: float) -> str:
     """How to load an exported model.
 
     Args:
-        of_adapter: options of the run if the model is a merged adapter; otherwise empty.
+        is_merged: the model is an adapter, merged into its base.
         merge_loss: share of the adapter's change that rounding has lost (`merged`).
     """
     origin = "This is the trained model"
-    if of_adapter:
+    if is_merged:
         origin = "The trained LoRA adapter is merged into its base in fp32"
-    if of_adapter.get("quantization"):
-        origin += f", which was quantized ({of_adapter['quantization']}) in training and is not here"
     if merge_loss > MERGE_LOSS:
         origin += (
             f". {rounded_away(merge_loss, dtype).capitalize()}, so answers may differ from those of the result below"
@@ -179,12 +177,11 @@ def name_of_base(base: str) -> str:
     return f"{path.parent.name}/{path.name}" if path.name.startswith("model-seed") else path.name
 
 
-def usage_of_adapter(name: str, settings: dict[str, Any], dtype: torch.dtype, quantization: str) -> str:
+def usage_of_adapter(name: str, settings: dict[str, Any], dtype: torch.dtype) -> str:
     """How to load an exported adapter on its base, which `settings` names.
 
     Args:
         dtype: of the base's weights in training.
-        quantization: of the base in training: 8bit, 4bit or "".
     """
     place = settings["base_model_name_or_path"]
     base = name_of_base(place)
@@ -193,15 +190,9 @@ def usage_of_adapter(name: str, settings: dict[str, Any], dtype: torch.dtype, qu
         run = base.partition("/")[0]
         written = f". The base is the model of the run `{run}`, which `gspo export` writes to a folder of its own"
     number = str(dtype).removeprefix("torch.")
-    quantized = ""
-    if quantization:
-        quantized = (
-            f" It was quantized ({quantization}) by bitsandbytes: pass the same `quantization_config` to "
-            "`from_pretrained`."
-        )
     lora = f"--enable-lora --max-lora-rank {settings['r']} --lora-modules {name}={name}"
     return f"""This is the trained LoRA adapter, without its base `{base}`, which `{ADAPTER}` names{written}.
-Load the base in {number}, as in training: in another dtype, log-probs differ.{quantized}
+Load the base in {number}, as in training: in another dtype, log-probs differ.
 
 ```python
 import torch

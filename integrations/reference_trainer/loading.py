@@ -1,4 +1,4 @@
-"""Load a checkpoint as a `Policy`: precision of its weights, LoRA, quantized weights, gradient checkpointing."""
+"""Load a checkpoint as a `Policy`: precision of its weights, LoRA, gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -80,13 +80,6 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
     place, missing = located(source)
     is_adapter = (Path(place) / ADAPTER).is_file()
     options: dict[str, Any] = {"dtype": weight_dtype(config) if config else torch.float32}
-    if config and config.quantization:
-        if is_adapter and merge:
-            raise InputError(
-                f"quantization: expected '' with model={source}, an adapter, got {config.quantization!r}. "
-                "`gspo export` writes the merged model of a run"
-            )
-        options["quantization_config"] = quantization(config)
     merge_loss = 0.0
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
@@ -149,21 +142,6 @@ def located(source: str) -> tuple[str, str]:
     if HUB_ID.fullmatch(source) and not path.exists():
         return source, "there is no such folder, and the hub did not provide it"
     raise InputError(f"model {source}: there is no such folder, and this is not a hub id of the form org/name")
-
-
-def quantization(config: TrainConfig) -> Any:
-    """Transformers' settings for weights in 8 or 4 bits. The language-model head keeps its weights."""
-    from transformers import BitsAndBytesConfig
-
-    try:
-        with needs(f"quantization={config.quantization}", "lora", "bitsandbytes"):
-            import bitsandbytes  # noqa: F401
-    except RuntimeError as error:  # bitsandbytes has no library for this machine
-        raise InputError(f"quantization={config.quantization}: bitsandbytes cannot be used here: {error}") from error
-    if config.quantization == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    dtype = getattr(torch, config.half_dtype or "float32")
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
 def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:

@@ -27,7 +27,6 @@ from .policy import PRINTABLE, SORTING, decoder_config, demo_policy
 from .resuming import start_of
 from .sampling import fitting
 
-BYTES = {"8bit": 1.0, "4bit": 0.5}
 MIB = 2**20
 
 
@@ -61,9 +60,8 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
     item = weight_dtype(config).itemsize
     head = model.get_output_embeddings().weight  # [V, H]
     linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight is not head}
-    in_layers = sum(weight.numel() for weight in linear)
     total = sum(weight.numel() for weight in model.parameters())
-    weights = (total - in_layers) * item + in_layers * BYTES.get(config.quantization, item)
+    weights = total * item
     trainable, trained_item = total, item
     if config.lora_rank:
         shapes = [weight.shape for weight in (*linear, *([head] if config.lora_head else []))]

@@ -227,9 +227,6 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any id works
     # Train without dropout: with dropout, the ratio of a policy to itself would differ from 1.
     model.eval()
-    for module in model.modules():
-        if hasattr(getattr(module, "weight", None), "quant_state"):
-            module.training = True  # bitsandbytes' 4-bit layers have no dropout, and cannot train after evaluation
     inner = base_model(model)
     checkpoint_config = inner.generation_config
     ends = checkpoint_config.eos_token_id if checkpoint_config.eos_token_id is not None else []

@@ -8,9 +8,12 @@ import platform
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+from gspo_kernels import Objective
 
 from ..tasks import Task
 from ..tasks.base import digest_of, row_text
@@ -20,7 +23,7 @@ from .data import Reward, code_of, task_of
 from .loading import located
 
 RECORD = "started_with"  # the key of config.json that is not an option
-FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # trained weights need these
+FIXED = ("model", "lora_rank", "lora_alpha", "lora_head")  # trained weights need these
 # Keys of the record that earlier versions did not write.
 LATER = {"rows": {"count": int, "prompts": str, "in_any_order": str}, "started_in": str}
 PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
@@ -145,6 +148,12 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise InputError(f"resume: {path} cannot be read: {error}") from error
     check_form(f"resume: {path}", options, {"seeds": list, "steps": int})  # options that every run has
     then = options.pop(RECORD, {})
+    known = {f.name for kind in (TrainConfig, Objective) for f in fields(kind)}
+    lost = [f"{name}={json.dumps(x)}" for name, x in options.items() if name not in known and x]  # else it was off
+    if lost:
+        got = f"{', '.join(lost)}. To continue without {'it' if len(lost) == 1 else 'them'}, edit the file"
+        refuse("resume", f"options that this version of gspo train has in {path}", got)
+    options = {name: x for name, x in options.items() if name in known}
     forms = {"from_python": list, "rewards": dict, "prompts": str}
     forms = {key: form for key, form in forms.items() if then}
     forms |= {key: form for key, form in LATER.items() if key in then}

@@ -53,7 +53,6 @@ def inexact_setting(config: TrainConfig, policy: Policy) -> str | None:
         f"router_aux_loss_coef={policy.router_loss_weight:g}": policy.router_loss_weight != 0,
         # Rows that only fill up a process's share may differ between epochs, and their experts are not recorded.
         f"epochs={config.epochs} and a mixture of experts": policy.has_routers and config.epochs > 1,
-        "quantization=8bit": config.quantization == "8bit",  # which columns stay in fp16 depends on all rows
     }
     named = next((reason for reason, applies in reasons.items() if applies), None)
     return named or separate_experts(policy.model) or rope_of_longest_row(policy.model)

@@ -208,6 +208,29 @@ def test_logit_options_keeps_a_fused_model_fused() -> None:
     assert logit_options(model) == PLAIN and "forward" not in vars(model)
 
 
+class FourBitLinear(nn.Linear):
+    """Packs its weight in evaluation mode without a gradient, as bitsandbytes' 4-bit layers do on a CPU."""
+
+    packed = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.packed |= not (self.training or torch.is_grad_enabled())
+        return super().forward(input)
+
+
+def test_the_measurement_does_not_pack_4_bit_layers() -> None:
+    """Their backward would fail afterwards."""
+    model = make("qwen3")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.__class__ = FourBitLinear
+    layer.weight.quant_state = None
+    fuse_head(model)
+    assert not layer.packed and not layer.training
+    with torch.no_grad():
+        model(**batch()[0])
+    assert layer.packed
+
+
 def test_the_measurement_keeps_the_random_state() -> None:
     model = make("gpt2", resid_pdrop=0.5).train()
     state = torch.random.get_rng_state()

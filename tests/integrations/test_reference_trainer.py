@@ -323,8 +323,6 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("sampler_precision=fp16", "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
         ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
-        ("quantization=4bit", "quantization: expected '' unless lora_rank is above 0"),
-        ("sampler_precision=bf16 quantization=8bit lora_rank=8", "sampler_precision: expected '' with quantization"),
         ("preset=moe routing_replay=true", "routing_replay: expected gradient_checkpointing=false with it"),
         ("routing_replay=true", "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
         ("initial_new_tokens=3", "length_steps: expected a number above 0"),

@@ -183,9 +183,9 @@ def test_an_adapter_is_exported_in_the_format_of_peft(
 
 def test_an_adapter_on_the_model_of_a_run_names_the_run() -> None:
     settings = {"base_model_name_or_path": str(Path("runs/first/model-seed0").absolute()), "r": 4}
-    text = exporting.usage_of_adapter("mine", settings, torch.bfloat16, "4bit")
+    text = exporting.usage_of_adapter("mine", settings, torch.bfloat16)
     assert "base `first/model-seed0`, which" in text and "the model of the run `first`" in text
-    assert 'from_pretrained("mine", dtype=torch.bfloat16)' in text and "quantized (4bit)" in text
+    assert 'from_pretrained("mine", dtype=torch.bfloat16)' in text
 
 
 def test_the_card_has_data_rewards_result_settings_and_versions(runs: Path, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments, group_advantages, whiten
-from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
     TrainConfig,
@@ -239,7 +238,7 @@ def test_the_reference_is_the_policy_before_training(tmp_path: Path) -> None:
         assert kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-3, changes
 
 
-# LoRA, precision, recomputation, quantized weights
+# LoRA, precision, recomputation
 
 
 def gradients(tmp_path: Path, **changes: Any) -> dict[str, torch.Tensor]:
@@ -312,8 +311,6 @@ def test_an_adapter_names_its_base_absolutely_or_is_merged(tmp_path: Path, monke
         saved = loading.load_policy(str(tmp_path / folder)).model(ids).logits
         torch.testing.assert_close(saved, trained[-1].model(ids).logits, rtol=0, atol=SAVED_LOGIT_ABSOLUTE)
         monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"quantization: expected '' with model=.*, an adapter"):
-        loading.load_policy("runs/first/model-seed0", train_config(model="x", lora_rank=2, quantization="8bit"))
     (tmp_path / "base").rename("moved")
     with pytest.raises(InputError, match=r"expected the adapter's base model at '.*/base' .* --base FOLDER"):
         loading.load_policy("runs/first/model-seed0")
@@ -425,16 +422,6 @@ def test_the_loss_scale_grows_is_halved_and_is_restored(tmp_path: Path, monkeypa
     assert not second.lower_loss_scale()
 
 
-@pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_quantized_weights_train_with_lora(tmp_path: Path, bits: str) -> None:
-    pytest.importorskip("bitsandbytes")
-    torch.manual_seed(0)
-    policy.demo_policy().save(tmp_path / "tiny")
-    config = small(tmp_path, model=str(tmp_path / "tiny"), task="sorting", quantization=bits, lora_rank=4)
-    found = gradients_of_quantized(config)
-    assert found and all(gradient.norm() > 0 for gradient in found)
-
-
 def test_fused_experts_that_lora_misses_are_named(tmp_path: Path) -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -455,41 +442,6 @@ def test_fused_experts_that_lora_misses_are_named(tmp_path: Path) -> None:
         prepared = loading.prepared(base, tiny.tokenizer, config)
         Learner(config, 0, task_by_name("sorting", 8), prepared, said.append)
         assert re.search(expected, "".join(said)) if expected else not said
-
-
-def gradients_of_quantized(config: TrainConfig) -> list[torch.Tensor]:
-    """Return the gradients of the adapters' B after sampling, which is an evaluation without gradients."""
-    trained = loading.initial_policy(config)
-    linear = [module for module in trained.model.modules() if type(module).__module__.startswith("bitsandbytes")]
-    assert linear and type(trained.model.get_output_embeddings()) is torch.nn.Linear  # the head is not quantized
-    rollout = sample(trained, [Example("sort ba:", "ab")], group_size=4, max_new_tokens=7, temperature=1.0)
-    log_probs = trained.run(rollout, lambda hidden, head, **_: head(hidden).sum(), train=True)[0]
-    for name, weight in trained.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight)  # else the gradients of A are 0
-    log_probs = trained.run(rollout, lambda hidden, head, **_: head(hidden).square().sum(), train=True)[0]
-    log_probs.backward()
-    return [weight.grad for weight in trained.model.parameters() if weight.grad is not None]
-
-
-def test_fuse_head_in_evaluation_keeps_the_gradients_of_4_bit_layers(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    torch.manual_seed(0)
-    policy.demo_policy().save(tmp_path / "tiny")
-
-    def gradient(prepare: Callable[[Any], object]) -> torch.Tensor:
-        options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
-        model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "tiny"), **options).eval()
-        prepare(model)
-        embedded = model.get_input_embeddings()(torch.arange(8)[None]).detach().requires_grad_()
-        model(inputs_embeds=embedded).logits.float().log_softmax(-1)[..., 3].sum().backward()
-        return embedded.grad
-
-    expected = gradient(lambda _: None)
-    assert expected.norm() > 0
-    torch.testing.assert_close(gradient(fuse_head), expected, rtol=0, atol=0)
 
 
 # Advantages

@@ -633,6 +633,7 @@ HEAD = "lm_head.weight"
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (text("config.json", "[]"), r"config.json: expected its content to be keys with values, got \[\]"),
     (text("config.json", "{}"), r"config.json: expected its content to have the key 'seeds', got \[\]"),
+    (of_config(quantization="8bit"), r'options that this version .* in \S*config.json, got quantization="8bit"\. To'),
     (of_config(started_with={"from_python": 3}), "config.json: expected from_python to be a list, got 3"),
     (text("checkpoint.pt", ""), "checkpoint.pt cannot be read, .* File is not a zip file"),
     (of_checkpoint(lambda state: {**state, "step": -1}), "expected step to be a whole number >= 0, got -1"),

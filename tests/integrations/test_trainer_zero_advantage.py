@@ -155,7 +155,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"kl_coef": 0.1}, "kl_coef=0.1"),
     ({"entropy_coef": 0.01}, "entropy_coef=0.01"),
     ({"advantages": [{"subtract_kl": {"kl_coef": 0.1, "kl_estimator": "k1"}}]}, "advantages that contain a KL"),
-    ({"quantization": "8bit", "lora_rank": 2}, "quantization=8bit"),
 ]
 
 

@@ -1,7 +1,4 @@
-"""Detect kernel faults that other tests miss: blocks of sequences, far offsets, alignment, a barrier.
-
-`faults/test_faults.py` seeds each fault and runs the test that must fail on it.
-"""
+"""Detect kernel faults that other tests miss: blocks of sequences, far offsets, alignment, a barrier."""
 
 from __future__ import annotations
 

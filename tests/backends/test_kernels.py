@@ -287,7 +287,7 @@ def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], pea
     torch.testing.assert_close(d_hidden.double(), truth, rtol=two_roundings, atol=FP16_GRADIENT_ABSOLUTE)
 
 
-# -- further faults in kernels, seeded by faults/test_faults.py
+# -- faults in kernels that other tests miss
 
 
 def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:

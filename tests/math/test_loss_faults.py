@@ -1,7 +1,4 @@
-"""Detect faults that other tests of the loss miss: in rare branches, in metrics, in the last rounding.
-
-`faults/test_faults.py` seeds each fault and runs the test that must fail on it.
-"""
+"""Detect faults that other tests of the loss miss: in rare branches, in metrics, in the last rounding."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SHARED_MEMORY = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100":
 def environment() -> dict[str, str]:
     """Return the environment of a process that compiles kernels instead of interpreting them."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    tests = Path(__file__).parent.parent  # of this checkout or of a copy with a fault, whose files are links
+    tests = Path(__file__).parent.parent
     folders = [kept.get("PYTHONPATH", ""), str(tests), str(tests.parent)]
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}
 

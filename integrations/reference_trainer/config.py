@@ -65,6 +65,7 @@ class TrainConfig:
     objective=dapo clip_high=0.3.
     """
 
+    # --8<-- [start:options]
     # The run
     name: str = "demo"  # the run's files go to <output>/<name>
     output: Path = Path("runs")
@@ -96,7 +97,7 @@ class TrainConfig:
     initial_new_tokens: int = 0  # longest answer in the first step; 0: max_new_tokens
     length_steps: int = 0  # steps in which the longest answer grows from initial_new_tokens to max_new_tokens
     # The loss
-    objective: Objective = Objective()  # noqa: RUF009 - frozen
+    objective: Objective = Objective()  # a preset's name, such as dapo  # noqa: RUF009 - frozen
     old_log_probs: str = "trainer"  # trainer: recomputed before the updates; sampler: as computed while sampling
     advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
     normalizer: str = ""  # unit that divides the loss: rows, sequences, tokens or one; "": the objective's default
@@ -137,6 +138,7 @@ class TrainConfig:
     wandb_entity: str | None = None  # None: the variable WANDB_ENTITY, or the account's default
     wandb_tags: tuple[str, ...] | None = None  # None: the variable WANDB_TAGS, or no tags
     warn_after: int = 10  # consecutive steps in which no group has different rewards, or no ratio moves
+    # --8<-- [end:options]
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -1,6 +1,7 @@
 """The training loop: sample groups of answers, reward them, compute advantages and old log-probs, update, evaluate.
 
-docs/trainer.md follows one rollout through this file and `update.py`, with the shapes of all tensors.
+`Learner.prepare` goes from prompts to old log-probs, and `Learner.learn` takes the updates. `Rollout` in `sampling.py`
+and `Batch` in `update.py` have the shapes.
 """
 
 from __future__ import annotations

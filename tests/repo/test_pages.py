@@ -19,9 +19,8 @@ from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 from gspo_kernels.tools.cli import app
 
 ROOT = DOCS.parent
-# What happens to each block, in the order of the page. "run" and "gspo" run it here, "options" loads
-# it as a file of options, "install" looks for its extras in
-# pyproject.toml, "example" for its files in examples/, which have tests of their own, and "copy" for the block in a
+# What happens to each block, in the order of the page. "run" and "gspo" run it here, "install" looks for its extras in
+# pyproject.toml, "example" for the files that it names, which have tests of their own, and "copy" for the block in a
 # trainer's page. "benchmark" checks the names in commands that take long. Everything else is the test that
 # runs the block.
 BLOCKS = {
@@ -44,7 +43,7 @@ BLOCKS = {
     "trainer.md": [
         "repo/test_pages.py::test_the_trainers_manual_runs",
         "repo/test_pages.py::test_the_manuals_run_is_evaluated_and_exported",
-        "options",
+        "example",
     ],
     "trainers/megatron.md": ["trainers/test_megatron.py", "install", "example", "example"],
     "trainers/others.md": [
@@ -95,9 +94,6 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
         for command in code.splitlines():
             result = CliRunner().invoke(app, command.split()[1:])
             assert result.exit_code == 0, result.output
-    elif runner == "options":
-        Path("options.yaml").write_text(code)
-        assert not CliRunner().invoke(app, ["train", "--config", "options.yaml", "--dry-run"]).exit_code
     elif runner == "install":
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         (wanted,) = re.findall(r"^pip install -e '?\.(?:\[([\w,]+)\])?'?$", code, re.MULTILINE)
@@ -111,9 +107,9 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
             else:
                 assert words[:3] == ["python", "-m", "gspo_kernels.benchmarks"] and words[3] in COMMANDS
     elif runner == "example":
-        files = re.findall(r"examples/[\w/]+\.\w+", code)
+        files = re.findall(r"(?:examples|integrations)/[\w/]+\.\w+", code)
         assert files and all((ROOT / file).exists() for file in files)
-        assert code == f'--8<-- "{files[0]}"\n' or language == "bash"
+        assert re.fullmatch(rf'--8<-- "{files[0]}(:\w+)?"\n', code) or language == "bash"
     else:
         assert runner == "copy" and f"```{language}\n{code}```" in INTEGRATIONS
 

@@ -28,9 +28,9 @@ CHOICES = {
     "backend": ("auto", "torch", "triton"),
     "normalizer": ("", "rows", "sequences", "tokens", "one"),
 }
-AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts warn_after"
+AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts"
 AT_LEAST_ZERO = (
-    "micro_batch_size threads initial_new_tokens length_steps max_prompt_tokens warmup_updates lora_rank "
+    "micro_batch_size threads max_prompt_tokens warmup_updates lora_rank "
     "checkpoint_every clip_noise_every samples weight_decay top_k"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
@@ -94,8 +94,6 @@ class TrainConfig:
     replay_kept_sets: bool = True  # with top_k, top_p or min_p: log-probs over the ids that the sampler kept
     sampler_precision: str = ""  # bf16: sample with weights rounded to bf16, as an inference engine has them
     max_new_tokens: int = 7  # longest answer
-    initial_new_tokens: int = 0  # longest answer in the first step; 0: max_new_tokens
-    length_steps: int = 0  # steps in which the longest answer grows from initial_new_tokens to max_new_tokens
     # The loss
     objective: Objective = Objective()  # a preset's name, such as dapo  # noqa: RUF009 - frozen
     old_log_probs: str = "trainer"  # trainer: recomputed before the updates; sampler: as computed while sampling
@@ -134,10 +132,6 @@ class TrainConfig:
     save: bool = True  # write the trained model and tokenizer next to the metrics
     samples: int = 4  # completions that each evaluated step writes to samples.jsonl
     report_to: tuple[str, ...] = ()  # besides metrics.jsonl: tensorboard, wandb
-    wandb_project: str | None = None  # None: the variable WANDB_PROJECT, or gspo
-    wandb_entity: str | None = None  # None: the variable WANDB_ENTITY, or the account's default
-    wandb_tags: tuple[str, ...] | None = None  # None: the variable WANDB_TAGS, or no tags
-    warn_after: int = 10  # consecutive steps in which no group has different rewards, or no ratio moves
     # --8<-- [end:options]
 
     def __post_init__(self) -> None:
@@ -179,11 +173,8 @@ class TrainConfig:
         require("updates_per_rollout", divides, f"a divisor of {answers}")
         divides = self.mini_batch_size % (self.micro_batch_size or self.mini_batch_size) == 0
         require("micro_batch_size", divides, f"a divisor of the {self.mini_batch_size} answers of an update")
-        require("initial_new_tokens", self.initial_new_tokens <= self.max_new_tokens, "at most max_new_tokens")
         updates = f"at most the {self.total_updates} updates of the run (steps * epochs * updates_per_rollout)"
         require("warmup_updates", self.warmup_updates <= self.total_updates, updates)
-        grows = 0 < self.initial_new_tokens < self.max_new_tokens
-        require("length_steps", grows == (self.length_steps > 0), "a number above 0 together with initial_new_tokens")
         require("lora_head", not self.lora_head or self.lora_rank > 0, "false unless lora_rank is above 0")
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
         require("advantages", len(self.advantages) > 0, "at least one call, such as [group_advantages]")
@@ -274,13 +265,6 @@ class TrainConfig:
     def needs_reference(self) -> bool:
         """Whether the loss or the advantages need the log-probs of the policy before training."""
         return self.objective.kl_coef > 0 or any(step.options.get("kl_coef") for step in self.advantages)
-
-    def new_tokens_at(self, step: int) -> int:
-        """The longest answer in `step` (from 1), in tokens. It grows linearly over the first `length_steps` steps."""
-        if step > self.length_steps:
-            return self.max_new_tokens
-        grown = (self.max_new_tokens - self.initial_new_tokens) * (step - 1) / self.length_steps
-        return self.initial_new_tokens + int(grown)
 
     def learning_rate_at(self, update: int) -> float:
         """The learning rate of `update` (from 0): linear warm-up, then the schedule's decay to 0."""

@@ -22,8 +22,7 @@ from .report import MODEL_STATE, model_of_run, read_rows
 from .resuming import read_run, versions
 
 # Options that the card leaves out: what it says elsewhere, and what concerns one machine or the printed output.
-UNSAID = "name output seeds model task data eval_data reward device threads save samples report_to warn_after"
-UNSAID += " wandb_project wandb_entity wandb_tags checkpoint_every"
+UNSAID = "name output seeds model task data eval_data reward device threads save samples report_to checkpoint_every"
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -12,6 +12,7 @@ from .distributed import rank
 from .held_out import read_estimate, suffixes
 from .report import STILL, Row, is_still, lacks_signal, likely_cause
 
+WARN_AFTER = 10  # consecutive steps in which no group has different rewards, or no ratio moves
 SHOWN = {"reward": "training reward {:.3f}", "clip_fraction": "clip fraction {:.3f}"}
 SHOWN |= {"tokens_per_second": "{:,.0f} tokens/s"}
 
@@ -59,7 +60,7 @@ class TrainingProgress(Progress):
             self._show_evaluation(row)
         self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
         steps = len(self._without_signal)
-        if steps >= self._config.warn_after and not self.warned:
+        if steps >= WARN_AFTER and not self.warned:
             self.warned = True
             self.say(
                 f"WARNING: seed {self._seed} is learning nothing from its rewards. In {steps} consecutive steps, all "
@@ -68,7 +69,7 @@ class TrainingProgress(Progress):
             )
 
         self._still = self._still + 1 if is_still(row, self._config) else 0
-        if self._still >= self._config.warn_after and not self._hinted and self._has_old_policy:
+        if self._still >= WARN_AFTER and not self._hinted and self._has_old_policy:
             self._hinted = True
             lora = " LoRA needs about 10 times the learning rate of full fine-tuning." if self._config.lora_rank else ""
             self.say(

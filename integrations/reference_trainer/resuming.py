@@ -148,8 +148,9 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise InputError(f"resume: {path} cannot be read: {error}") from error
     check_form(f"resume: {path}", options, {"seeds": list, "steps": int})  # options that every run has
     then = options.pop(RECORD, {})
+    # An option of an earlier version that was off, or only changed what was printed, may be missing.
     known = {f.name for kind in (TrainConfig, Objective) for f in fields(kind)}
-    lost = [f"{name}={json.dumps(x)}" for name, x in options.items() if name not in known and x]  # else it was off
+    lost = [f"{name}={json.dumps(x)}" for name, x in options.items() if name not in {*known, "warn_after"} and x]
     if lost:
         got = f"{', '.join(lost)}. To continue without {'it' if len(lost) == 1 else 'them'}, edit the file"
         refuse("resume", f"options that this version of gspo train has in {path}", got)

@@ -39,11 +39,9 @@ class Trackers:
             name = f"{config.name}-seed{seed}"
             if self._run is None or self._run.name != name:
                 self._finish_run()
-                options: dict[str, Any] = {"group": config.name, "name": name, "entity": config.wandb_entity}
-                options |= {"tags": config.wandb_tags, "dir": str(config.folder), "config": config.to_dict()}
-                # For arguments that are None, W&B reads its own environment variables.
-                project = config.wandb_project or os.environ.get("WANDB_PROJECT") or "gspo"
-                self._run = self._wandb.init(project=project, **options)
+                options: dict[str, Any] = {"group": config.name, "name": name, "dir": str(config.folder)}
+                project = os.environ.get("WANDB_PROJECT") or "gspo"  # W&B reads its other variables itself
+                self._run = self._wandb.init(project=project, config=config.to_dict(), **options)
             self._run.log(numbers, step=step)
 
     def _finish_run(self) -> None:

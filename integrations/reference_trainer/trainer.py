@@ -135,7 +135,7 @@ class Learner:
         seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
         width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
         options: dict[str, Any] = {"group_size": config.group_size, "temperature": config.temperature}
-        options |= {"max_new_tokens": config.new_tokens_at(step), "seeds": seeds, "width": width}
+        options |= {"max_new_tokens": config.max_new_tokens, "seeds": seeds, "width": width}
         options["truncation"] = config.truncation
         with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
             answers, rewards = collect(config, self.policy, self.task, distributed.share(examples), **options)
@@ -187,7 +187,6 @@ class Learner:
             **noise,
             "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
             "answer_tokens": int(prepared.rollout.answer_mask.sum()) / config.rollout_size,
-            "max_new_tokens": config.new_tokens_at(step),
         }
         return row, updates
 

@@ -264,7 +264,7 @@ def test_gspo_train_has_the_same_bits_when_it_measures(tmp_path: Path, monkeypat
     forward = Qwen3MLP.forward
     monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.1, training=True))
     options: dict[str, Any] = {"prompts_per_step": 8, "eval_prompts": 4, "precision": "autocast", "device": "cpu"}
-    every_step = ("clip_noise_every", "eval_every", "checkpoint_every", "warn_after")
+    every_step = ("clip_noise_every", "eval_every", "checkpoint_every")
     measuring: dict[str, Any] = {**dict.fromkeys(every_step, 1), "samples": 0}
     if find_spec("tensorboard"):
         measuring["report_to"] = ("tensorboard",)

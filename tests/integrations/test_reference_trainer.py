@@ -325,7 +325,6 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
         ("preset=moe routing_replay=true", "routing_replay: expected gradient_checkpointing=false with it"),
         ("routing_replay=true", "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
-        ("initial_new_tokens=3", "length_steps: expected a number above 0"),
         ("report_to=mlflow", "report_to: expected tensorboard, wandb or both"),
         ("--steps 5", "--steps: expected key=value, such as steps=100"),
         ("--gradient_budget 1e-3", "(is it gradient_budget=VALUE?)"),

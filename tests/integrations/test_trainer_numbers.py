@@ -266,16 +266,15 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
 
     padded, updated = trainer.padded, trainer.update
     sizes: dict[str, Any] = dict(steps=3, updates_per_rollout=2, eval_every=2, eval_prompts=21, save=True)
-    rates: dict[str, Any] = dict(learning_rate=0.01, warmup_updates=1, schedule="linear", initial_new_tokens=5)
-    config = small(folder, length_steps=1, micro_batch_size=4, skip_zero_advantage=False, **sizes, **rates)
+    rates: dict[str, Any] = dict(learning_rate=0.01, warmup_updates=1, schedule="linear")
+    config = small(folder, micro_batch_size=4, skip_zero_advantage=False, **sizes, **rates)
     with patch.multiple(trainer, padded=noted_rollout, update=noted_update):
         report = train(config, reward=COMPONENTS)
     if rank:
         return
     rows = rows_of(report.folder)[1:]
-    assert [row["max_new_tokens"] for row in rows] == [5, 7, 7]
     for row, (rollout, pairs), parts in zip(rows, rollouts, updates, strict=True):
-        assert rollout.answer_mask.shape[1] <= row["max_new_tokens"] and len(parts) == 2
+        assert len(parts) == 2
         scores, worked = [score(*pair) for pair in pairs], [score(*pair) < 5 for pair in pairs]
         total = [0.5 * x + 2.0 * works for x, works in zip(scores, worked, strict=True)]
         assert row["reward"] == close(fmean(total))

@@ -49,7 +49,7 @@ CLOCK = ("seconds", "tokens_per_second")
 OPTIONS: dict[str, Any] = dict(steps=5, checkpoint_every=2, eval_every=3, updates_per_rollout=2, epochs=2)
 OPTIONS |= dict(schedule="cosine", warmup_updates=3, weight_decay=0.1, seeds=(0, 1), save=True)
 OPTIONS |= dict(advantages=[{"normalize_rewards": {"by": "running"}}])  # so that the moments change the numbers
-OPTIONS |= dict(precision="fp16", kl_coef=0.1, initial_new_tokens=3, length_steps=4)
+OPTIONS |= dict(precision="fp16", kl_coef=0.1)
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ class TrainConfig:
     checkpoint_every: int = 25  # steps between checkpoints for `resume`; 0: none
     save: bool = True  # write the trained model and tokenizer next to the metrics
     samples: int = 4  # completions that each evaluated step writes to samples.jsonl
-    report_to: tuple[str, ...] = ()  # besides metrics.jsonl: tensorboard, wandb
+    report_to: tuple[str, ...] = ()  # besides metrics.jsonl: tensorboard, wandb (with its variables, WANDB_PROJECT ...)
     # --8<-- [end:options]
 
     def __post_init__(self) -> None:

@@ -113,7 +113,7 @@ build/%/ready: .venv/ready
 pairs: $(PAIRS:%=pair-%)
 $(PAIRS:%=pair-%): pair-%: build/pair-%/ready
 	build/pair-$*/bin/gspo doctor --interpret
-	build/pair-$*/bin/gspo doctor --compile
+	cd tests && ../build/pair-$*/bin/python -m helpers.compile_gate
 	build/pair-$*/bin/python -m pytest tests/stub
 
 # `make test` with the packages that an installation without constraints gets. CI runs it every week.
@@ -147,7 +147,7 @@ gate: gate-3.6.0 gate-newest
 gate-%: .venv/ready
 	rm -rf build/triton-$*
 	$(UV) pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
-	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile
+	cd tests && PYTHONPATH=../build/triton-$* ../$(BIN)/python -m helpers.compile_gate
 
 # The trainings of docs/benchmarks.md, one after another on one core: an hour and a half.
 studies: .venv/ready

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ..extras import MissingExtraError
-from .doctor.report import compile_kernels, diagnose, memory_of, sizes_of_batch, sizes_of_model
+from .doctor.report import diagnose, memory_of, sizes_of_batch, sizes_of_model
 
 app = typer.Typer(
     help="Fused GSPO losses: train a model, check an installation, measure time and memory.",
@@ -201,22 +201,15 @@ def doctor(
     interpret: Annotated[
         bool, typer.Option("--interpret", help="Also check the Triton kernels on the CPU, with Triton's interpreter.")
     ] = False,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Compile all Triton kernels, and check nothing else. Needs no GPU.")
-    ] = False,
-    architecture: Annotated[
-        list[str] | None,
-        typer.Option(help="With --compile or --memory: an architecture such as sm_90. May be repeated with --compile."),
-    ] = None,
-    shape: Annotated[
-        str | None, typer.Option(help="With --compile: H,V of your head, such as 4096,151936. (default: many shapes)")
-    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
             help="N,H,V of your batch, such as 8192,4096,151936: print the memory of stock TRL and of the loss, for "
             "several values of cache_mib, and check nothing. N: unmasked tokens of a micro-batch."
         ),
+    ] = None,
+    architecture: Annotated[
+        str | None, typer.Option(help="With --memory: the GPU's architecture, such as sm_90. (default: this machine's)")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="A model's folder: with --tokens, as --memory with the sizes of its head.")
@@ -253,19 +246,15 @@ def doctor(
     On each device, loss and gradients are compared with a float64 reference. The exit status is 1 if a result is wrong
     or a computation crashes. If Triton or a GPU is missing, that is reported, but it is not an error.
     """
-    if compile_ and interpret:
-        raise typer.BadParameter("kernels can be compiled or interpreted, but not both", param_hint="--interpret")
     _only_with("--tokens", tokens is not None, {"--model": model})
     _only_with("--model", model is not None, {"--tokens": tokens})
     if model is not None and memory is not None:
         raise typer.BadParameter("cannot be combined with --memory", param_hint="--model")
     plans = model is not None or memory is not None
-    if plans and (compile_ or interpret):
+    if plans and interpret:
         option = "--memory" if model is None else "--model"
-        raise typer.BadParameter("cannot be combined with --compile or --interpret", param_hint=option)
-    _only_with("--compile, --memory or --model", compile_ or plans, {"--architecture": architecture or None})
-    _only_with("--compile", compile_, {"--shape": shape})
-    _only_with("--memory or --model", plans, {"--dtype": dtype, "--tp": tp, "--cp": cp})
+        raise typer.BadParameter("cannot be combined with --interpret", param_hint=option)
+    _only_with("--memory or --model", plans, {"--architecture": architecture, "--dtype": dtype, "--tp": tp, "--cp": cp})
     _only_with("--memory or --model", plans, {"--lora": lora or None, "--zero-advantage": zero_advantage})
     batch: tuple[int, ...] | None = None
     if model is not None and tokens is not None:
@@ -279,9 +268,7 @@ def doctor(
         ranks = (1 if tp is None else tp, 1 if cp is None else cp)
         verdict, ok, details = memory_of(batch, dtype, architecture, ranks, lora, zero_advantage or 0.0, console)
     else:
-        verdict, ok, details = (
-            compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)
-        )
+        verdict, ok, details = diagnose(interpret, console)
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
     if paragraph := details.get("paragraph"):
         text = f"\nTo report this machine in an issue, paste:\n\n{paragraph}"

@@ -22,14 +22,10 @@ from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.self_check import verdict
 from gspo_kernels.tools.cli import app
-from gspo_kernels.tools.doctor import checks, compile_gate, diagnosis, packages
-from gspo_kernels.tools.doctor.checks import (
-    CPU,
-    DTYPES,
-    check,
-    error_ratio,
-)
+from gspo_kernels.tools.doctor import checks, diagnosis, packages
+from gspo_kernels.tools.doctor.checks import CPU, DTYPES, check, error_ratio
 
+GSPO = "from gspo_kernels.tools.entry_point import main; main()"
 # Kernels are interpreted in this process, so the doctor checks the Triton backend on the CPU without --interpret.
 
 
@@ -44,11 +40,10 @@ def run_json(*arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
-def run_process(*arguments: str, before: str = "", **environment: str) -> tuple[int, dict[str, Any]]:
-    """Run the doctor in a process that does not interpret kernels, after the Python code `before`."""
+def run_process(*arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    """Run the doctor in a process that does not interpret kernels."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = f"import sys\n{before}\nfrom gspo_kernels.tools.cli import app\napp()"
-    command = [sys.executable, "-c", code, "doctor", "--json", *arguments]
+    command = [sys.executable, "-c", GSPO, "doctor", "--json", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env={**inherited, **environment})
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)
@@ -318,9 +313,6 @@ def test_a_device_that_cannot_be_read_does_not_hide_the_others(monkeypatch: pyte
     assert {c["device"]: c["verdict"] for c in report["checks"]} == {"cpu": "ok", "cuda:7": "crashed"}
 
 
-# -- interpreted and compiled kernels
-
-
 @pytest.mark.usefixtures("torch_alone")
 def test_a_child_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
@@ -331,94 +323,3 @@ def test_a_child_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, t
     assert code == 1 and "triton on cpu in float32 crashes" in report["verdict"]
     of_triton = [c for c in report["checks"] if c["backend"] == "triton"]
     assert [c["message"] for c in of_triton] == ["exit status 139: Segmentation fault"] * 3
-
-
-GOOD = compile_gate.Row(
-    "sm_90", "forward_tile", "bf16", "128x256x64", compile_gate.Report(168, 0, 98_304, 0, 714, 16, 0), []
-)
-BAD = GOOD._replace(kernel="gradient_tile", report=None, faults=["CompilationError: [/] at 3:4"])
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace the compiler. Return a list to which each call adds its architectures and shape.
-
-    If sm_80 is among the architectures, one of two kernels fails.
-    """
-    calls: list[list[str]] = []
-
-    def survey(architectures: Any, progress: Any, shape: Any) -> list[compile_gate.Row]:
-        calls.append([*architectures, *([shape] if shape else [])])
-        progress(1, 1)
-        return [GOOD, BAD] if "sm_80" in architectures else [GOOD]
-
-    monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(compile_gate, "survey", survey)
-    return calls
-
-
-def test_spills_are_allowed_only_where_they_are_known_and_then_reported(
-    compiler: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allowed = {}
-    for release in ("3.7.1", "3.8.0", "3.9.0"):
-        monkeypatch.setattr(compile_gate.triton, "__version__", release)
-        for kernel, gpu in (("forward_tile", "sm_100"), ("forward_tile", "sm_90"), ("gradient_tile", "sm_100")):
-            if limit := compile_gate.spills_allowed(kernel, gpu):
-                allowed[release, kernel, gpu] = limit
-    assert allowed == {("3.8.0", "forward_tile", "sm_100"): 112}
-    report = compile_gate.Report(255, 8, 98_304, 0, 714, 16, 0)
-    assert report.faults("sm_90", True, torch.bfloat16, True, 0) == ["spills 8 bytes"]
-    assert report.faults("sm_90", True, torch.bfloat16, True, 8) == []
-    monkeypatch.setattr(compile_gate, "survey", lambda *_: [GOOD, GOOD._replace(report=report)])
-    assert "1 spill registers in a branch" in " ".join(run("--compile", "--architecture", "sm_90")[1].split())
-
-
-def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) -> None:
-    code, report = run_json("--compile")
-    assert code == 1 and not report["ok"] and report["verdict"] == "1 of 2 kernels fail."
-    assert report["rows"][0]["report"]["registers"] == 168 and report["rows"][1]["report"] is None
-    assert report["rows"][1]["faults"] == BAD.faults
-    assert set(compiler[0]) == set(compile_gate.SHARED_MEMORY)  # without --architecture, all are compiled
-    assert "sm_90 gradient_tile, bf16: CompilationError: [/] at 3:4" in run("--compile")[1]
-
-
-def test_kernels_of_a_head_are_compiled_and_listed(compiler: list[list[str]]) -> None:
-    arguments = ("--compile", "--architecture", "sm_90", "--architecture", "sm_100", "--shape", "3584,152064")
-    code, out = run(*arguments)
-    assert code == 0 and compiler == [["sm_90", "sm_100", (3584, 152_064)]]
-    assert all(text in out for text in ("forward_tile", "168", "98304", "714", "16", "Good: all 1 kernels compile"))
-
-
-def test_without_triton_nothing_compiles() -> None:
-    code, report = run_process("--compile", before='sys.modules["triton"] = None')
-    assert (
-        code == 1 and not report["ok"] and report["verdict"].startswith("Nothing can be compiled: ModuleNotFoundError")
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--compile"], "TRITON_INTERPRET is set"),  # it is set while these tests run
-        (["--compile", "--interpret"], "not both"),
-        (["--architecture", "sm_90"], "requires --compile"),
-        (["--shape", "64,1000"], "requires --compile"),
-    ],
-)
-def test_options_that_exclude_each_other_are_named(arguments: list[str], message: str) -> None:
-    code, out = run(*arguments)
-    assert code == 2 and message in " ".join(out.split())
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--architecture", "", ""),
-        ("--architecture", "sm_70", "choose from sm_80"),
-        *(("--shape", x, f"got '{x}'") for x in ("3584", "a,b", "0,100", "64,1", f"{2**20},100", "64,2147483647")),
-    ],
-)
-def test_a_bad_architecture_or_shape_is_named(option: str, value: str, message: str, compiler: list[list[str]]) -> None:
-    code, out = run("--compile", option, value)
-    assert code == 2 and message in " ".join(out.split()) and not compiler

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import compile_cases as cases
 from helpers.counters import LiveBytes
 from helpers.marks import slow
 from helpers.oracle import DTYPES
@@ -20,7 +21,6 @@ from gspo_kernels.backends.torch.tiles import operand_dtype
 from gspo_kernels.backends.triton import backward, gradient_rows, slabs, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.backends.workspace import DEFAULT_WORKSPACE
-from gspo_kernels.tools.doctor import compile_cases as cases
 
 PRODUCTS = {"hidden_product", "weight_product"}
 HALF = pytest.mark.parametrize("dtype", ["bf16", slow("fp16")])

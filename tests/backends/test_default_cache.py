@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.compile_cases import meta_head
 from helpers.counters import LiveBytes
 from helpers.head_rows import head_rows
 from helpers.marks import slow
@@ -20,7 +21,6 @@ from gspo_kernels.backends.rows import Cache, NeedsGradient
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.integrations.backwards import BackwardSettings
-from gspo_kernels.tools.doctor.compile_cases import meta_head
 from gspo_kernels.validation import Checks
 
 MIB = 2**20

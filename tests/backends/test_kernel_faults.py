@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,8 +223,8 @@ from pathlib import Path
 import torch
 from gspo_kernels.backends.triton import token_passes, tuning
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor.binding import assume_driver, bind
+from helpers import compile_cases as cases
+from helpers.binding import assume_driver, bind
 
 lines = Path(token_passes.__file__).read_text().splitlines()
 store, load = (
@@ -255,6 +256,7 @@ for architecture in ("sm_80", "sm_90"):
 def test_there_is_a_barrier_between_writing_and_reading_coefficients() -> None:
     """The test needs a token-level ratio: the reduction of a sequence ratio always has a barrier in this place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", BARRIERS], env=environment, capture_output=True, text=True)
+    command, folder = [sys.executable, "-c", BARRIERS], Path(__file__).parents[1]
+    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.splitlines() == ["sm_80 3", "sm_90 3"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import compile_cases as cases
 from helpers.counters import LiveBytes
 from helpers.head_rows import NEEDS
 from helpers.marks import slow
@@ -18,7 +19,6 @@ from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, NeedsGradient
 from gspo_kernels.backends.torch import tiles
 from gspo_kernels.backends.triton import tuning
-from gspo_kernels.tools.doctor import compile_cases as cases
 
 MIB = 2**20
 TABLES = [name for name in tuning.ARCHITECTURES if name not in tuning.SAME_AS]

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from helpers import compile_cases as cases
+from helpers.binding import specialise
 from helpers.counters import StepCounts, TorchLaunches
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -32,8 +34,6 @@ from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.benchmarks.peaked import make as make_policy
 from gspo_kernels.benchmarks.workloads import roles
-from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor.binding import specialise
 
 TESTS = Path(__file__).parent.parent
 GOLDEN = TESTS / "backends" / "golden_costs.json"

@@ -1,1 +1,1 @@
-"""`gspo doctor`: checks against float64, and the compile gate."""
+"""`gspo doctor`: checks against float64, and the memory of a batch."""

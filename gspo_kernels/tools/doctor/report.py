@@ -53,67 +53,10 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
     return result.verdict, not result.faults, asdict(result) | computed
 
 
-def compile_kernels(
-    architectures: list[str] | None, shape: str | None, console: Console
-) -> tuple[str, bool, dict[str, Any]]:
-    """Compile every Triton kernel, or only those for heads of `shape` "H,V", and print their resources.
-
-    Returns the same as `diagnose`.
-    """
-    try:
-        from triton import knobs
-
-        from ...backends.triton.tuning import ARCHITECTURES
-        from .compile_gate import MATRIX_KERNELS, survey
-    except Exception as error:  # a broken Triton may raise any exception
-        return f"Nothing can be compiled: {type(error).__name__}: {error}", False, {"rows": []}
-    if knobs.runtime.interpret:
-        raise typer.BadParameter("TRITON_INTERPRET is set, so kernels are interpreted, not compiled: unset it")
-    _check_architectures(architectures or [])
-    sizes_of_head = None
-    if shape is not None:
-        width, vocab = _sizes(shape, "--shape", "H,V such as 4096,151936", SIZES_OF_HEAD)
-        sizes_of_head = width, vocab
-    with console.status("compiling") as status:
-        rows = survey(
-            architectures or ARCHITECTURES,
-            lambda done, total: status.update(f"compiling: {done} of {total} kernels"),
-            sizes_of_head,
-        )
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    columns = ("", "case", "blocks", "regis-\nters", "spilled\nbytes", "shared\nbytes", "2-byte\naccesses")
-    for column in (*columns, "instruc-\ntions", "matrix in-\nstructions"):
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        cells: tuple[Any, ...] = ("-",) * 6
-        if row.report:
-            report = row.report
-            resources = (report.registers, report.spilled_bytes, report.shared_bytes, report.narrow_accesses)
-            instructions = "-" if report.instructions is None else report.instructions
-            cells = (*resources, instructions, report.matrix_instructions)
-        table.add_row(f"{row.architecture} {row.kernel}", row.case, row.config, *map(str, cells))
-    console.print(table)
-    failed = [row for row in rows if row.faults]
-    for row in failed:
-        line = f"{row.architecture} {row.kernel}, {row.case}: {'; '.join(row.faults)}"
-        console.print(line, markup=False, soft_wrap=True)
-    spilled = [row for row in rows if row.kernel in MATRIX_KERNELS and row.report and row.report.spilled_bytes]
-    verdict = f"Good: all {len(rows)} kernels compile. No matrix kernel spills registers or has 2-byte accesses."
-    if spilled:
-        verdict = (
-            f"Good: all {len(rows)} kernels compile, and no matrix kernel has 2-byte accesses. {len(spilled)} spill "
-            "registers in a branch that most tiles skip, as expected with this Triton (docs/limits.md)."
-        )
-    if failed:
-        verdict = f"{len(failed)} of {len(rows)} kernels fail."
-    details = [{**row._asdict(), "report": asdict(row.report) if row.report else None} for row in rows]
-    return verdict, not failed, {"rows": details}
-
-
 def memory_of(
     batch: tuple[int, ...],
     dtype: str | None,
-    architectures: list[str] | None,
+    architecture: str | None,
     ranks: tuple[int, int],
     frozen: bool,
     zero_advantage: float,
@@ -139,15 +82,10 @@ def memory_of(
     name = None if dtype is None else short.get(dtype, dtype)
     if name is not None and name not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join([*short, *DTYPES])}, got {dtype!r}", param_hint="--dtype")
-    if architectures:
-        _check_architectures(architectures)
-        if len(architectures) > 1:
-            raise typer.BadParameter(
-                f"expected one architecture with --memory, got {', '.join(architectures)}", param_hint="--architecture"
-            )
+    if architecture is not None:
+        _check_architecture(architecture)
     from ... import memory
 
-    architecture = architectures[0] if architectures else None
     planned = memory.plan(
         memory.Batch(n, width, vocab, *ranks),
         None if name is None else DTYPES[name],
@@ -283,15 +221,15 @@ def _lines_of(planned: Any) -> list[str]:
     return lines
 
 
-def _check_architectures(names: list[str]) -> None:
+def _check_architecture(name: str) -> None:
     try:
         from ...backends.triton.tuning import ARCHITECTURES
     except Exception as error:  # a broken Triton may raise any exception
         raise typer.BadParameter(f"Triton cannot be imported: {error}", param_hint="--architecture") from error
-    if unknown := sorted(set(names) - set(ARCHITECTURES)):
+    if name not in ARCHITECTURES:
         raise typer.BadParameter(
-            f"{', '.join(map(repr, unknown))}: choose from {', '.join(ARCHITECTURES)}. An H100 or H200 is sm_90, and "
-            "sm_86 uses the block shapes of sm_89.",
+            f"expected one of {', '.join(ARCHITECTURES)} (an H100 or H200 is sm_90, and sm_86 uses the block shapes of "
+            f"sm_89), got {name!r}",
             param_hint="--architecture",
         )
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from ...backends import triton as kernels
-from ...backends.pairs import gradients_at, logits_at
-from ...backends.rows import Cache, HeadRows, NeedsGradient, Pairs, PolicyRows
-from ...backends.triton.backward import head_backward
-from ...backends.triton.cells.backward import CellPlan, cell_backward, lists_of
-from ...backends.triton.cells.lists import cell_lists
-from ...backends.triton.forward import cache_rows, cell_shape, forward_and_keep
-from ...backends.triton.gradient_rows import gradient_rows
-from ...backends.triton.logit_tile import straighten
-from ...backends.triton.sequence import policy_forward
-from ...backends.triton.tuning import tile_config
-from ...objective import Objective
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.pairs import gradients_at, logits_at
+from gspo_kernels.backends.rows import Cache, HeadRows, NeedsGradient, Pairs, PolicyRows
+from gspo_kernels.backends.triton.backward import head_backward
+from gspo_kernels.backends.triton.cells.backward import CellPlan, cell_backward, lists_of
+from gspo_kernels.backends.triton.cells.lists import cell_lists
+from gspo_kernels.backends.triton.forward import cache_rows, cell_shape, forward_and_keep
+from gspo_kernels.backends.triton.gradient_rows import gradient_rows
+from gspo_kernels.backends.triton.logit_tile import straighten
+from gspo_kernels.backends.triton.sequence import policy_forward
+from gspo_kernels.backends.triton.tuning import tile_config
+from gspo_kernels.objective import Objective
 
 # Options of `meta_head`, in addition to hidden states and weight in Qwen3-8B's shape.
 _LOGIT_OPTIONS = dict(bias=True, logit_softcap=30.0, temperature=True)
@@ -83,7 +83,9 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-# The heads that `gspo doctor --compile --shape` compiles.
+# The heads compiled for each (H, V) of Llama 2, GPT-2, Llama 3, Qwen (small and large models) and Gemma. All shapes
+# share their tile kernels, because H and V are ordinary arguments. The block-sparse products differ, and are compiled
+# in bf16 only.
 SHAPE_CASES = (
     "bf16",
     "bf16 entropy",
@@ -92,20 +94,13 @@ SHAPE_CASES = (
     "fp32",
     "bf16 cells",
     "bf16 cells added",
-    "fp16 cells",
     "bf16 pairs",
 )
-# The heads compiled for each (H, V) of Llama 2, GPT-2, Llama 3, Qwen (small and large models) and Gemma. All shapes
-# share their tile kernels, because H and V are ordinary arguments. The block-sparse products differ, and are compiled
-# in bf16 only.
-SHARED_CASES = tuple(name for name in SHAPE_CASES if name != "fp16 cells")
 SHAPES = [(h, v) for v in (32_000, 50_257, 128_256, 151_936, 152_064, 262_144) for h in (896, 2560, 4096)]
 
 
-def runs(
-    shape: tuple[int, int] | None = None, of_shape: tuple[str, ...] = SHAPE_CASES
-) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
-    """Yield (name, dtype, host call on meta tensors) for every case; with `shape` (H, V), for those in `of_shape`."""
+def runs(shape: tuple[int, int] | None = None) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
+    """Yield (name, dtype, host call on meta tensors) for every case; with `shape` (H, V), for those in SHAPE_CASES."""
     heads = [(name, options, forward_and_backward) for name, options in CASES.items()]
     for ending, added in (("", False), (" added", True)):
         heads += [(name + ending, options, partial(live_cells, added=added)) for name, options in CELL_CASES.items()]
@@ -115,7 +110,7 @@ def runs(
     heads += [(name, options, pairs_of_head) for name, options in PAIR_CASES.items()]
     if shape is not None:
         sizes: dict[str, Any] = dict(width=shape[0], vocab=shape[1], rows=256)  # few rows: few slabs
-        heads = [(name, options | sizes, run) for name, options, run in heads if name in of_shape]
+        heads = [(name, options | sizes, run) for name, options, run in heads if name in SHAPE_CASES]
     for name, options, run in heads:
         head = meta_head(**options)
         yield name, head.hidden.dtype, partial(run, head)

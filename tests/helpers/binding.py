@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from ...backends.triton.launch import Launch, launch_options
+from gspo_kernels.backends.triton.launch import Launch, launch_options
 
 
 class Variant(NamedTuple):

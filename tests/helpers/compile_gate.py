@@ -2,25 +2,33 @@
 
 The host code runs on meta tensors, so exactly the kernels that it would launch are compiled. Triton's JIT binds their
 arguments (`binding.py`), and each variant is compiled once. The interpreter must be off in this process.
+
+    cd tests && python -m helpers.compile_gate [--case bf16] [sm_90 ...]
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from helpers.binding import Variant, assume_driver, bind
+from helpers.compile_cases import SHAPES, runs
+from triton import knobs
 
-from ...backends.triton.launch import Launch, launches
-from ...backends.triton.tuning import SAME_AS, SHARED_MEMORY, assume
-from .binding import Variant, assume_driver, bind
-from .compile_cases import SHAPES, SHARED_CASES, runs
-from .machine_code import count_amd, count_nvidia
+from gspo_kernels.backends.triton.launch import Launch, launches
+from gspo_kernels.backends.triton.tuning import ARCHITECTURES, SAME_AS, SHARED_MEMORY, assume
 
 # The matrix instruction of each architecture, and its pattern in PTX or AMD's assembly.
 _MATRIX_UNIT = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
@@ -47,7 +55,7 @@ class Report:
     spilled_bytes: int  # stack frame or scratch
     shared_bytes: int
     narrow_accesses: int  # loads and stores of global memory of at most two bytes
-    instructions: int | None  # None if unknown, see `machine_code.Counts`
+    instructions: int | None  # without NOPs; None if nvdisasm does not know the architecture (Triton 3.6 and sm_103)
     matrix_instructions: int
     tf32: int  # mentions of TF32
 
@@ -84,18 +92,11 @@ class Row(NamedTuple):
     faults: list[str]
 
 
-def survey(
-    architectures: Sequence[str],
-    progress: Callable[[int, int], None] | None = None,
-    shape: tuple[int, int] | None = None,
-) -> list[Row]:
-    """Compile every kernel variant that the library launches, each once; `progress` is called with (done, total).
-
-    With `shape` (H, V), compile only the kernels for heads of that shape.
-    """
-    cases = list(runs(shape))
-    if shape is None:
-        cases += [(f"{case} {h},{v}", dtype, run) for h, v in SHAPES for case, dtype, run in runs((h, v), SHARED_CASES)]
+def survey(architectures: Sequence[str], only: str | None = None) -> Iterator[Row]:
+    """Compile every kernel variant that the library launches, each once; with `only`, those of one case."""
+    cases = [x for x in runs() if only in (None, x[0])]
+    if only is None:
+        cases += [(f"{case} {h},{v}", dtype, run) for h, v in SHAPES for case, dtype, run in runs((h, v))]
     variants: dict[Any, Callable[[], Row]] = {}
     for architecture in architectures:
         with assume(architecture), assume_driver(architecture):
@@ -109,13 +110,8 @@ def survey(
                         variants.setdefault(id(variant), partial(row, variant))
                     except TypeError as error:
                         variants.setdefault(str(error), partial(row, error))
-    rows: list[Row] = []
     with ThreadPoolExecutor() as pool:
-        for row in pool.map(lambda compiled: compiled(), variants.values()):
-            rows.append(row)
-            if progress is not None:
-                progress(len(rows), len(variants))
-    return rows
+        yield from pool.map(lambda compiled: compiled(), variants.values())
 
 
 def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, variant: Variant | TypeError) -> Row:
@@ -150,18 +146,67 @@ def _aligned(launch: Launch) -> bool:
 
 
 def inspect(compiled: Any, architecture: str) -> Report:
+    """Read resources from the compiled code, and count its instructions."""
+    instructions: int | None
     if architecture.startswith("gfx"):
         text = compiled.asm["amdgcn"]
-        counts = count_amd(text)
+        usage = {name: int(number) for name, number in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
+        registers, spilled = usage["vgpr_count"], usage["private_segment_fixed_size"]
+        narrow = r"\b(?:global|buffer)_(?:load|store)_[su]?(?:short|byte)"
+        instruction = r"^\t(?:v|s|ds|global|buffer|flat|scratch)_(?!nop|code_end)"
+        instructions = len(re.findall(instruction, text, re.MULTILINE))
     else:
         text = compiled.asm["ptx"]
-        counts = count_nvidia(text, compiled.asm["cubin"])
+        usage = _run_tool("cuobjdump", "-res-usage", compiled.asm["cubin"])
+        resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert resources, usage
+        registers, spilled = int(resources[1]), int(resources[2])
+        narrow = r"\b(?:ld|st)\.global(?:\.(?!v\d)[\w:]+)*\.[bsu](?:8|16)\b"
+        try:
+            sass = _run_tool("nvdisasm", "-c", compiled.asm["cubin"])
+            instructions = len(re.findall(r"^\s*/\*[0-9a-f]+\*/(?!\s+NOP\b)", sass, re.MULTILINE))
+        except subprocess.CalledProcessError:
+            instructions = None
     return Report(
-        registers=counts.registers,
-        spilled_bytes=counts.spilled_bytes,
+        registers,
+        spilled,
         shared_bytes=compiled.metadata.shared,
-        narrow_accesses=counts.narrow_accesses,
-        instructions=counts.instructions,
+        narrow_accesses=len(re.findall(narrow, text)),
+        instructions=instructions,
         matrix_instructions=len(re.findall(_PATTERNS[_MATRIX_UNIT[architecture]], text)),
         tf32=len(re.findall("xf32|tf32", text)),
     )
+
+
+def _run_tool(name: str, option: str, cubin: bytes) -> str:
+    """Run one of NVIDIA's binary tools, which come with Triton, on a compiled kernel. Return its output."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row of JSON for each kernel, and its faults on stderr. Return 1 if there are faults."""
+    parser = argparse.ArgumentParser(prog="helpers.compile_gate", description="Compile the Triton kernels.")
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help=f"of {', '.join(ARCHITECTURES)}")
+    parser.add_argument("--case", help="compile the kernels of one case of compile_cases.py, such as bf16")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.architectures) - set(ARCHITECTURES):
+        parser.error(f"unknown architecture: {', '.join(sorted(unknown))}")
+    if knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set, so kernels are interpreted, not compiled: unset it")
+    compiled = failed = 0
+    for row in survey(options.architectures or ARCHITECTURES, options.case):
+        compiled += 1
+        failed += bool(row.faults)
+        print(json.dumps([*row[:4], row.report and asdict(row.report), row.faults]), flush=True)
+        if row.faults:
+            print(f"{row.architecture} {row.kernel}, {row.case}: {'; '.join(row.faults)}", file=sys.stderr)
+    print(f"{failed} of {compiled} kernels fail", file=sys.stderr)
+    return int(failed > 0 or compiled == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

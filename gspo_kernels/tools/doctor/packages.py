@@ -12,7 +12,7 @@ from ...extras import needs
 if TYPE_CHECKING:
     from packaging.version import Version
 
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "verl", "liger-kernel")
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "verl", "liger-kernel")
 CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"
 # "newer" and "older" are supported; "unknown": the version is no version number.
 Status = Literal["tested", "newer", "older", "too new", "too old", "unknown", "not installed"]

@@ -38,7 +38,7 @@ BLOCKS = {
     "guides/precision.md": ["integrations/test_clip_noise.py"],
     "guides/truncated_sampling.md": ["math/test_kept_sets.py::test_the_guides_code_runs"] * 4,
     "how_it_works.md": ["math/test_recipes.py::test_the_idea_in_plain_pytorch"],
-    "index.md": ["install", "copy", "copy", "run"],
+    "index.md": ["install", "copy", "run"],
     "tasks.md": ["repo/test_pages.py::test_the_trainers_manual_runs", "run", "run"],
     "trainer.md": [
         "repo/test_pages.py::test_the_trainers_manual_runs",

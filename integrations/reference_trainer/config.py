@@ -1,19 +1,21 @@
-"""The options of a run: one frozen dataclass, which checks its values. `config_file.py` reads them from a file."""
+"""The options of a run: a frozen dataclass, which converts and checks its values. `config_file.py` reads files."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from gspo_kernels import Objective
 from gspo_kernels.backends.workspace import cache_variable, workspace_bytes
 from gspo_kernels.objective import CLIPPING
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 from ..settings import Step
 from ..tasks import InputError
@@ -34,10 +36,6 @@ AT_LEAST_ZERO = (
     "checkpoint_every clip_noise_every samples weight_decay top_k"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
-ACCEPTED: dict[str, Any] = {"bool": bool, "int": Integral, "float": Real, "Step": Step, "Objective": Objective}
-ACCEPTED |= {"str": (str, os.PathLike), "Path": (str, os.PathLike), "dict[str, Any]": Mapping}
-CONVERTED: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": Path}
-CONVERTED |= {"dict[str, Any]": dict}
 RENDERING = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message"}  # set by chat.py
 POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
 
@@ -135,9 +133,10 @@ class TrainConfig:
     # --8<-- [end:options]
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            object.__setattr__(self, f.name, typed(f.name, str(f.type), getattr(self, f.name)))
+        for name, kind in TYPES.items():
+            object.__setattr__(self, name, convert(name, kind, getattr(self, name)))
         require = self._require
+        require("objective", isinstance(self.objective, Objective), "an Objective")
         size = self.rollout_size
         plain = self.name not in ("", ".", "..") and Path(self.name).name == self.name
         require("name", plain, "a plain folder name")
@@ -275,20 +274,8 @@ class TrainConfig:
         return self.learning_rate * factor
 
 
-def typed(name: str, kind: str, value: Any) -> Any:
-    """Convert a value to the type `kind` of an option: a text to a Path, a list to a tuple, an int to a float.
-
-    Raises:
-        InputError: the value has another type.
-    """
-    plain = kind.removesuffix(" | None")
-    if value is None and plain != kind:
-        return None
-    if plain.startswith("tuple[") and isinstance(value, list | tuple):
-        return tuple(typed(name, plain.removeprefix("tuple[").removesuffix(", ...]"), x) for x in value)
-    if not isinstance(value, ACCEPTED.get(plain, ())) or (isinstance(value, bool) and plain != "bool"):
-        raise InputError(f"{name}: expected {kind}, got {value!r}")
-    return CONVERTED.get(plain, lambda x: x)(value)
+# Options -> the names of their types, which KINDS has.
+TYPES = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "objective"}
 
 
 def is_json(value: Any) -> bool:
@@ -299,24 +286,105 @@ def is_json(value: Any) -> bool:
         return False
 
 
-# Defaults that differ for a pretrained model.
-CHECKPOINT_DEFAULTS: dict[str, Any] = {
-    "seeds": (0,),
-    "prompts_per_step": 16,
-    "learning_rate": 1e-6,
-    "max_new_tokens": 512,
+def convert(name: str, kind: str, value: Any) -> Any:
+    """Convert a value, or the text of key=value, to the type of an option, or raise an InputError."""
+    if kind.endswith("| None") and str(value).lower() in ("none", "null"):
+        return None
+    expected, converter = KINDS[kind.removesuffix(" | None")]
+    try:
+        return converter(value)
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        optional = ", or none" if kind.endswith("| None") else ""
+        raise InputError(f"{name}: expected {expected}{optional}, got {value!r}") from error
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """The items of a list, or of a text with commas such as "0,1,2"."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.strip("[] ").split(",") if part.strip()]
+    return value if isinstance(value, Sequence) else [value]
+
+
+def steps_of(value: Any) -> tuple[Step, ...]:
+    """Convert calls such as [{group_advantages: {scale: none}}, whiten]."""
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    steps = []
+    for call in [value] if isinstance(value, str | Mapping) else value:
+        ((name, options),) = (
+            call.items() if isinstance(call, Mapping) else [call if isinstance(call, Step) else (call, {})]
+        )
+        if not isinstance(options, Mapping | None):
+            raise TypeError
+        steps.append(Step(name, {key: number(x) for key, x in (options or {}).items()}))
+    return tuple(steps)
+
+
+def correction_of(value: Any) -> RolloutCorrection | tuple[RolloutCorrection, ...]:
+    """Convert fields such as {level: sequence, mode: mask, high: 3.0}, or a list of them."""
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    if isinstance(value, list | tuple):
+        return tuple(_correction_of_fields(x) for x in value)
+    return _correction_of_fields(value)
+
+
+def _correction_of_fields(value: Any) -> RolloutCorrection:
+    if isinstance(value, RolloutCorrection):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError
+    try:
+        return RolloutCorrection(**{name: number(x) for name, x in value.items()})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"rollout_correction: {error}") from error
+
+
+def number(value: Any) -> Any:
+    """Convert a number such as 1e-6, which YAML takes for a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def mapping_of(value: Any) -> dict[str, Any]:
+    """Convert keys and values such as {enable_thinking: false}."""
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return dict(value)
+
+
+def real(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def whole(value: Any) -> int:
+    return int(real(value)) if real(value).is_integer() else int(str(value))  # int("1.5") raises a ValueError
+
+
+def text_of(value: Any) -> str:
+    if not isinstance(value, str | os.PathLike | int | float):
+        raise TypeError
+    return str(value)
+
+
+# The type of an option -> its accepted spellings, and how to convert them.
+KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bool": ("true or false", lambda x: {"true": True, "false": False}[str(x).lower()]),
+    "int": ("a whole number, such as 8 or 1e3", whole),
+    "float": ("a number, such as 0.001 or 1e-3", real),
+    "str": ("a text", text_of),
+    "Path": ("a path", Path),
+    "dict[str, Any]": ("keys and values, such as {enable_thinking: false}", mapping_of),
+    "tuple[int, ...]": ("whole numbers, such as 0 or 0,1,2 or [0, 1, 2]", lambda x: tuple(map(whole, items_of(x)))),
+    "tuple[str, ...]": ("texts, such as a or a,b or [a, b]", lambda x: tuple(map(text_of, items_of(x)))),
+    "RolloutCorrection | tuple[RolloutCorrection, ...]": (
+        "fields of a correction, such as {level: sequence, mode: mask, high: 3.0}, or a list of corrections",
+        correction_of,
+    ),
+    "tuple[Step, ...]": ("calls, such as group_advantages or [{group_advantages: {scale: none}}, whiten]", steps_of),
 }
-# LoRA's best learning rate is about ten times that of full fine-tuning, in RL too. Source: "LoRA Without Regret"
-# (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
-LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-5}
-
-
-def with_defaults(options: Mapping[str, Any]) -> TrainConfig:
-    """Make a TrainConfig. Missing options take the defaults of a checkpoint or of the demo, as in `train_config`."""
-    chosen = {name: value for name, value in options.items() if value is not None}
-    if "model" in chosen or "data" in chosen:
-        name = Path(str(chosen.get("model", "model"))).name
-        defaults = CHECKPOINT_DEFAULTS | (LORA_DEFAULTS if chosen.get("lora_rank") else {})
-        return TrainConfig(**{"name": name, **defaults, **chosen})
-    overwrite = "name" not in chosen and not chosen.get("resume", False)
-    return TrainConfig(**{"threads": 1, "overwrite": overwrite, **chosen})

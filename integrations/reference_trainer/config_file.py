@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,13 +13,12 @@ from typing import Any
 import yaml
 
 from gspo_kernels import Objective
-from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-from ..settings import Step, from_roll
+from ..settings import from_roll
 from ..settings.yaml_file import read_yaml
 from ..tasks import nearest
 from .advantages import check_steps
-from .config import InputError, TrainConfig, with_defaults
+from .config import TYPES, InputError, TrainConfig, convert
 from .resuming import RECORD, read_run
 
 _LORA = {"lora_rank": 8, "lora_alpha": 32, "group_size": 4}
@@ -33,7 +32,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "moe": {"clip_low": 2e-4, "clip_high": 3e-4, "learning_rate": 3e-6, "group_size": 6, "prompts_per_step": 16}
     | {"lora_rank": 32, "gradient_checkpointing": True},
 }
-TYPES = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "objective"}
 OBJECTIVE = {f.name: str(f.type) for f in fields(Objective)}
 # A file with any of these keys has ROLL's settings. ROLL's name -> ours, where the values mean the same.
 ROLL_MARKS = {"rollout_batch_size", "num_return_sequences_in_group", "adv_estimator", "importance_sampling"}
@@ -101,6 +99,16 @@ TRL_NAMES = {
     "warmup_ratio": "warmup_updates",
     "warmup_steps": "warmup_updates",
 }
+# Defaults that differ for a pretrained model.
+CHECKPOINT_DEFAULTS: dict[str, Any] = {
+    "seeds": (0,),
+    "prompts_per_step": 16,
+    "learning_rate": 1e-6,
+    "max_new_tokens": 512,
+}
+# LoRA's best learning rate is about ten times that of full fine-tuning, in RL too. Source: "LoRA Without Regret"
+# (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
+LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-5}
 ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay", "warmup_steps": "warmup_updates"}
 ROLL_SAMPLING = {"top_k": 50, "top_p": 0.7}  # of actor_infer.generating_args, with ROLL's defaults
 
@@ -119,7 +127,13 @@ def train_config(**options: Any) -> TrainConfig:
     preset = options.pop("preset", None) or "demo"
     if preset not in PRESETS:
         raise InputError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}{nearest(preset, PRESETS)}")
-    config = with_defaults(converted(PRESETS[preset] | options))
+    chosen = converted(PRESETS[preset] | options)
+    if "model" in chosen or "data" in chosen:
+        defaults = {"name": Path(chosen.get("model", "model")).name, **CHECKPOINT_DEFAULTS}
+        defaults |= LORA_DEFAULTS if chosen.get("lora_rank") else {}
+    else:
+        defaults = {"threads": 1, "overwrite": "name" not in chosen and not chosen.get("resume", False)}
+    config = TrainConfig(**defaults | chosen)
     try:
         check_steps(config)
     except (TypeError, ValueError) as error:
@@ -231,18 +245,19 @@ def roll_section(settings: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def converted(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make arguments of `train_config`: check the names, convert the values, and make the Objective."""
+    """Make arguments of `TrainConfig`: check the names, convert the values, leave out None, and make the Objective."""
     chosen: dict[str, Any] = {}
     changes: dict[str, Any] = {}
     for name, value in options.items():
         if name in TYPES:
-            chosen[name] = convert(name, TYPES[name], value)
+            chosen[name] = value if value is None else convert(name, TYPES[name], value)
         elif name in OBJECTIVE:
             changes[name] = convert(name, OBJECTIVE[name], value)
         elif name != "objective":
             raise InputError(
                 f"{name}: there is no such option{suggestion(name)}; `gspo train --dry-run` prints all options"
             )
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     of = options.get("objective", "gspo")
     try:
         if isinstance(of, Objective):
@@ -265,92 +280,3 @@ def suggestion(name: str) -> str:
         initials = {option: "".join(word[:1] for word in option.split("_")) for option in names}
         similar = [option for option in names if option.startswith(name) or initials[option] == name]
     return f" (is it {similar[0]!r}?)" if similar else ""
-
-
-def convert(name: str, kind: str, value: Any) -> Any:
-    """Convert a value from YAML, or the text of key=value, to the type of an option, or raise an InputError."""
-    if value is None or (kind.endswith("| None") and str(value).lower() in ("none", "null")):
-        return None
-    expected, converter = KINDS[kind.removesuffix(" | None")]
-    try:
-        return converter(value)
-    except InputError:
-        raise
-    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-        optional = ", or none" if kind.endswith("| None") else ""
-        raise InputError(f"{name}: expected {expected}{optional}, got {value!r}") from error
-
-
-def items_of(value: Any) -> Sequence[Any]:
-    """The items of a list, or of a text with commas such as "0,1,2"."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.strip("[] ").split(",") if part.strip()]
-    return value if isinstance(value, Sequence) else [value]
-
-
-def steps_of(value: Any) -> tuple[Step, ...]:
-    """Convert calls such as [{group_advantages: {scale: none}}, whiten]."""
-    value = yaml.safe_load(value) if isinstance(value, str) else value
-    steps = []
-    for call in [value] if isinstance(value, str | Mapping) else value:
-        ((name, options),) = (
-            call.items() if isinstance(call, Mapping) else [call if isinstance(call, Step) else (call, {})]
-        )
-        if not isinstance(options, Mapping | None):
-            raise TypeError
-        steps.append(Step(name, {key: number(x) for key, x in (options or {}).items()}))
-    return tuple(steps)
-
-
-def correction_of(value: Any) -> RolloutCorrection | tuple[RolloutCorrection, ...]:
-    """Convert fields such as {level: sequence, mode: mask, high: 3.0}, or a list of them."""
-    value = yaml.safe_load(value) if isinstance(value, str) else value
-    if isinstance(value, list | tuple):
-        return tuple(_correction_of_fields(x) for x in value)
-    return _correction_of_fields(value)
-
-
-def _correction_of_fields(value: Any) -> RolloutCorrection:
-    if isinstance(value, RolloutCorrection):
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError
-    try:
-        return RolloutCorrection(**{name: number(x) for name, x in value.items()})
-    except (TypeError, ValueError) as error:
-        raise InputError(f"rollout_correction: {error}") from error
-
-
-def number(value: Any) -> Any:
-    """Convert a number such as 1e-6, which YAML takes for a text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def mapping_of(value: Any) -> Mapping[str, Any]:
-    """Convert keys and values such as {enable_thinking: false}."""
-    value = yaml.safe_load(value) if isinstance(value, str) else value
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return value
-
-
-# The type of an option -> its accepted spellings, and how to convert them.
-KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "bool": ("true or false", lambda x: {"true": True, "false": False}[str(x).lower()]),
-    # The second int raises a ValueError.
-    "int": ("a whole number, such as 8 or 1e3", lambda x: int(float(x)) if float(x).is_integer() else int(str(x))),
-    "float": ("a number, such as 0.001 or 1e-3", float),
-    "str": ("a text", str),
-    "Path": ("a path", Path),
-    "dict[str, Any]": ("keys and values, such as {enable_thinking: false}", mapping_of),
-    "tuple[int, ...]": ("whole numbers, such as 0 or 0,1,2 or [0, 1, 2]", lambda x: tuple(map(int, items_of(x)))),
-    "tuple[str, ...]": ("texts, such as a or a,b or [a, b]", lambda x: tuple(map(str, items_of(x)))),
-    "RolloutCorrection | tuple[RolloutCorrection, ...]": (
-        "fields of a correction, such as {level: sequence, mode: mask, high: 3.0}, or a list of corrections",
-        correction_of,
-    ),
-    "tuple[Step, ...]": ("calls, such as group_advantages or [{group_advantages: {scale: none}}, whiten]", steps_of),
-}

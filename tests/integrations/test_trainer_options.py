@@ -137,13 +137,16 @@ def test_values_from_python_may_be_texts_and_lists(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seeds": 0}, "seeds: expected tuple[int, ...], got 0"),
-        ({"seeds": [0, "1"]}, "seeds: expected int, got '1'"),
-        ({"steps": True}, "steps: expected int, got True"),
-        ({"shuffle": 1}, "shuffle: expected bool, got 1"),
-        ({"reward": "rewards.py:f"}, "reward: expected tuple[str, ...], got 'rewards.py:f'"),
-        ({"advantages": ["whiten"]}, "advantages: expected Step, got 'whiten'"),
-        ({"chat_template_kwargs": "x"}, "chat_template_kwargs: expected dict[str, Any], got 'x'"),
+        ({"seeds": [0, 1.5]}, "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got [0, 1.5]"),
+        ({"steps": True}, "steps: expected a whole number, such as 8 or 1e3, got True"),
+        ({"steps": None}, "steps: expected a whole number, such as 8 or 1e3, got None"),
+        ({"shuffle": 1}, "shuffle: expected true or false, got 1"),
+        ({"task": ["sorting"]}, "task: expected a text, got ['sorting']"),
+        ({"objective": "dapo"}, "objective: expected an Objective, got 'dapo'"),
+        (
+            {"chat_template_kwargs": "x"},
+            "chat_template_kwargs: expected keys and values, such as {enable_thinking: false}, got 'x'",
+        ),
         ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs: expected texts as keys, and JSON values, got {1: 2}"),
         (
             {"chat_template_kwargs": {"tokenize": True}},

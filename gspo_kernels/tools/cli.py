@@ -270,9 +270,6 @@ def doctor(
     else:
         verdict, ok, details = diagnose(interpret, console)
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
-    if paragraph := details.get("paragraph"):
-        text = f"\nTo report this machine in an issue, paste:\n\n{paragraph}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "verdict": verdict, **details}, allow_nan=False))
     raise typer.Exit(0 if ok else 1)

@@ -85,8 +85,8 @@ def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | No
                 if subject == "head":
                     samples = (_Check(device, dtype, kind, seen) for kind in ("plain", "skewed", "ragged"))
                     plain, skewed, ragged = samples
-                    stages += [plain.forward, lambda: _check_many_tiles(device, dtype), plain.backward, plain.cache]
-                    stages += [skewed.budget, skewed.cache_and_budget, ragged.backward, plain.pairs, ragged.pairs]
+                    stages += [lambda: _check_many_tiles(device, dtype), plain.backward, plain.backward_from_cache]
+                    stages += [skewed.budget, skewed.budget_from_cache, ragged.backward, plain.pairs, ragged.pairs]
                 for stage in stages:
                     seen.clear()
                     stage()
@@ -159,16 +159,8 @@ class _Check:
         self.head = _to(self.sample.head, device)
         self.d_log_probs = self.sample.d_log_probs.to(device)
 
-    def forward(self) -> None:
-        """Check log-probs and the resulting clip decisions."""
-        result = kernels.head_forward(self.head)
-        _compare_rows("log-probs", result.log_probs, self.sample.truth.log_probs, self.dtype)
-        policy = _to(self.sample.policy, self.device)
-        ours = kernels.policy_forward(result.log_probs, None, self.head.mask, policy, Objective())
-        _check_decisions(ours.coefficient, self.sample.d_log_probs)
-
     def backward(self, cache: Cache | None = None) -> None:
-        """Check log-probs, the exact gradients of all operands, and entropies if the sample has them.
+        """Check log-probs, clip decisions, the exact gradients of all operands, and entropies if the sample has them.
 
         With a cache, there are several chunks of rows and slabs of columns.
         """
@@ -180,12 +172,15 @@ class _Check:
         if d_entropy is not None:
             _compare_rows("entropies", result.entropy, truth.entropy, self.dtype)
             d_entropy = d_entropy.to(self.device)
+        policy = _to(self.sample.policy, self.device)
+        coefficient = kernels.policy_forward(result.log_probs, None, head.mask, policy, Objective()).coefficient
+        _check_decisions(coefficient, self.sample.d_log_probs)
         self.launched.clear()
         gradients = kernels.head_backward(head, result, self.d_log_probs, d_entropy, _needs(head), None, kept)
         for name, ours, expected in self._gradients(gradients, truth.d_logits):
             _compare(f"d_{name}", ours, expected, self.dtype)
 
-    def cache(self) -> None:
+    def backward_from_cache(self) -> None:
         """Check a backward that recomputes some logits and takes others from the cache."""
         self.backward(self._cache())
 
@@ -206,7 +201,7 @@ class _Check:
             allowed = KEPT_GRADIENT_RELATIVE[self.dtype]
             _limit(f"d_{name} of the kept cells, relative", self.dtype, error.item(), allowed)
 
-    def cache_and_budget(self) -> None:
+    def budget_from_cache(self) -> None:
         """Check a backward that takes some cells from the cache."""
         self.budget(self._cache())
 

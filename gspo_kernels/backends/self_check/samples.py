@@ -224,11 +224,11 @@ def loss_samples(dtype: torch.dtype) -> list[LossSample]:
         LossSample(_TOKEN, log_probs, random(ROWS).square().to(dtype), mask, options._replace(**normalizers)),
         LossSample(_GMPO, log_probs, None, mask, options),
         LossSample(_SAPO, log_probs, None, mask, options),
-        _cancelling_sample(dtype),
+        _cancelling_sample(gspo, dtype),
     ]
 
 
-def _cancelling_sample(dtype: torch.dtype) -> LossSample:
+def _cancelling_sample(gspo: PolicyRows, dtype: torch.dtype) -> LossSample:
     """Make a sequence for which an fp32 sum would lose digits: log-ratios 1, 8e-4, -1 and advantages that cancel.
 
     Each lane of the kernel adds tokens that are one block, 256 or 128 tokens, apart.
@@ -236,15 +236,10 @@ def _cancelling_sample(dtype: torch.dtype) -> LossSample:
     signs = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).repeat_interleave(256)
     signs = torch.where(torch.arange(768) % 2 == 0, signs, -signs)
     old_log_probs = torch.where(signs == 0, -1.6e-3, -1 - signs / 2)
-    policy = PolicyRows(
+    policy = gspo._replace(
         offsets=torch.tensor([0, 768]),
         advantages=torch.where(signs == 0, 0.7, 1000 * signs).to(dtype),
         old_log_probs=old_log_probs.to(dtype),
-        ref_log_probs=None,
-        token_weights=None,
-        normalizer=None,
-        kl_normalizer=None,
-        invalid=torch.zeros((), dtype=torch.int64),
     )
     log_probs = torch.where(signs == 0, -8e-4, -1 + signs / 2).to(dtype)
     return LossSample(Objective(), log_probs, None, torch.ones(768, dtype=torch.bool), policy)

@@ -18,21 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...backends.self_check.samples import ADVANTAGES, LENGTHS, make_sample
 from ...fused_loss import gspo_fused_loss
 from ...objective import Objective
-from ...reference import gspo_reference_loss, token_log_probs
+from ...reference import gspo_reference_loss
 from ...tolerance import LOSS_PER_ADVANTAGE
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# The batch: lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. The second and
-# third sequences are clipped. The fourth and sixth are also outside the window, but on the side that does not clip for
-# the sign of their advantage. The fifth has advantage 0.
-LENGTHS = (24, 18, 31, 13, 22, 25, 17)
-LOG_RATIOS = (1e-4, -6e-4, 8e-4, -6e-4, 0.0, 8e-4, -1e-4)
-ADVANTAGES = (1.2, -0.8, 0.7, 0.9, 0.0, -1.1, 0.6)
-HIDDEN, VOCAB = 72, 601  # not multiples of tile sizes; the vocabulary has more than two tiles
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,8 @@ class Check:
 class Batch(NamedTuple):
     """Inputs of the fused loss: S packed sequences, N tokens."""
 
-    hidden: Tensor  # [N, HIDDEN]
-    weight: Tensor  # [VOCAB, HIDDEN]
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
     target_ids: Tensor  # [N] int64, -100 where masked
     advantages: Tensor  # [S] fp32
     old_log_probs: Tensor  # [N] fp32
@@ -73,30 +66,17 @@ class Outputs(NamedTuple):
 
     log_probs: Tensor  # [N]
     loss: Tensor  # []
-    d_hidden: Tensor  # [N, HIDDEN]
-    d_weight: Tensor  # [VOCAB, HIDDEN]
+    d_hidden: Tensor  # [N, H]
+    d_weight: Tensor  # [V, H]
 
 
 def make_batch(dtype: torch.dtype) -> Batch:
-    """Make a fixed batch with hidden states and weight in `dtype`.
-
-    Log-ratios are far enough from the clip bounds that rounding does not change a clip decision.
-    """
-    rng = torch.Generator().manual_seed(0)
-    n = sum(LENGTHS)
-    hidden = torch.randn(n, HIDDEN, generator=rng).to(dtype)
-    weight = (torch.randn(VOCAB, HIDDEN, generator=rng) * 3 / HIDDEN**0.5).to(dtype)
-    target_ids = torch.randint(0, VOCAB, (n,), generator=rng)
-    log_probs, _ = token_log_probs(hidden.double(), weight.double(), target_ids)
-    target_ids[10::17] = -100
-    noise = 0.02 * torch.randn(n, generator=rng, dtype=torch.float64)
-    differences = [  # new minus old log-probs; the mean over a sequence's unmasked tokens is its log-ratio
-        noise_of - noise_of[ids != -100].mean() + log_ratio
-        for noise_of, ids, log_ratio in zip(noise.split(LENGTHS), target_ids.split(LENGTHS), LOG_RATIOS, strict=True)
-    ]
-    old_log_probs = (log_probs - torch.cat(differences)).float()
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return Batch(hidden, weight, target_ids, torch.tensor(ADVANTAGES), old_log_probs, cu_seqlens)
+    """The batch of the self-check whose head uses the same kernels as most models, in `dtype`."""
+    sample = make_sample("plain", dtype)
+    head, policy = sample.head, sample.policy
+    assert policy.old_log_probs is not None
+    advantages = torch.tensor(ADVANTAGES)
+    return Batch(head.hidden, head.weight, head.target_ids, advantages, policy.old_log_probs, policy.offsets)
 
 
 def outputs(loss: Callable[..., Any], batch: Batch, **options: Any) -> Outputs:

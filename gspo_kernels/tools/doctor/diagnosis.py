@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -45,7 +45,7 @@ class Diagnosis:
     devices: list[Device]
     checks: list[Check]
     remarks: list[str]  # what is missing or unusual but not a fault
-    packages: list[Package] = field(default_factory=list)
+    packages: list[Package]  # empty if they cannot be compared
 
     @property
     def faults(self) -> list[str]:
@@ -63,55 +63,17 @@ class Diagnosis:
 
     @property
     def versions_verdict(self) -> str:
-        """One line that compares the installed packages with the tested and the supported versions."""
+        """One line that names packages outside of the supported versions, and packages in untested versions."""
         if not self.packages:
             return "Versions: not compared, because gspo-kernels is not installed with pip."
         parts = [
             f"{x.name} {x.installed} is {x.status}: {x.supported} is required, run pip install {x.name}=={x.tested}"
             for x in self.packages
-            if x.status in ("too old", "too new")
+            if x.status in ("too old", "too new", "no version number")
         ]
-        parts += [
-            f"{x.name}: {x.installed!r} is no version number, {x.supported} is required"
-            for x in self.packages
-            if x.status == "unknown"
-        ]
-        untested = []
-        for status in ("newer", "older"):
-            if alike := [x for x in self.packages if x.status == status]:
-                listed = ", ".join(f"{x.name} {x.installed} (tested {x.tested})" for x in alike)
-                parts.append(f"{status} than tested: {listed}")
-                untested += [x.name for x in alike]
-        used = {"torch", *(c.backend for c in self.checks)}
-        if used & set(untested):
-            parts.append("not all checks pass" if self.faults else "the checks pass")
-        if unused := [name for name in untested if name not in used]:
-            hint = " (gspo doctor --interpret runs some with triton, without a GPU)" if "triton" in unused else ""
-            parts.append(f"no check uses {', '.join(unused)}{hint}")
+        if untested := [f"{x.name} {x.installed}" for x in self.packages if x.status in ("newer", "older")]:
+            parts.append(f"supported, but not tested: {', '.join(untested)}")
         return f"Versions: {'; '.join(parts) or 'all installed packages are the tested versions'}."
-
-    @property
-    def paragraph(self) -> str:
-        """Versions, accelerators, settings and results, to paste into an issue. Empty without an accelerator.
-
-        Devices that differ only in their index are described once.
-        """
-        alike: dict[Device, list[str]] = {}
-        for device in self.devices[1:]:
-            alike.setdefault(replace(device, name=""), []).append(device.name)
-        if not alike:
-            return ""
-        lines = [", ".join(f"{name} {release}" for name, release in self.versions.items() if release)]
-        lines += [f"{', '.join(names)}: {device.text}" for device, names in alike.items()]
-        settings = [f"{x}={os.environ[x]}" for x in sorted(os.environ) if x.startswith(("GSPO_", "PYTORCH_"))]
-        lines += [f"Environment: {' '.join(settings)}"] if settings else []
-        good = [(c.error_ratio or 0.0, c.place) for c in self.checks if c.verdict == "ok"]
-        ratio, place = max(good, default=(0.0, "no backend"))
-        passed = f"{len(good)} of {len(self.checks)} checks passed"
-        lines.append(f"{passed}, with at most {ratio:.2g} of the allowed error ({place})")
-        bad = [c for c in self.checks if c.verdict != "ok"]
-        lines += [f"{c.place} {c.verdict}: {c.message or f'error {c.error_ratio} of what is allowed'}" for c in bad]
-        return " ".join(f"{line.rstrip('.')}." for line in [*lines, self.versions_verdict, *self.remarks])
 
 
 def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda _: None) -> Diagnosis:
@@ -134,7 +96,9 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
             progress("triton on cpu, interpreted")
             checks += interpreted_checks()
         devices.append(describe(device))  # after the checks, because the first one ran the self-check
-    return Diagnosis(_versions(triton), devices, checks, remarks + absent, packages())
+    settings = [f"{x}={os.environ[x]}" for x in sorted(os.environ) if x.startswith(("GSPO_", "PYTORCH_"))]
+    remarks += [*absent, *([f"Environment: {' '.join(settings)}"] if settings else [])]
+    return Diagnosis(_versions(triton), devices, checks, remarks, packages())
 
 
 def _installed(name: str) -> str | None:

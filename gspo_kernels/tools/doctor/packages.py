@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "verl", "liger-kernel")
 CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"
-# "newer" and "older" are supported; "unknown": the version is no version number.
-Status = Literal["tested", "newer", "older", "too new", "too old", "unknown", "not installed"]
+# "newer" and "older" are supported.
+Status = Literal["tested", "newer", "older", "too new", "too old", "no version number", "not installed"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def packages() -> list[Package]:
                 public = Version(Version(installed).public)  # 2.13.0+cpu is 2.13.0
                 status = _status(public, Version(pin), required[name].contains(installed, prereleases=True))
             except InvalidVersion:
-                status = "unknown"
+                status = "no version number"
         result.append(Package(name, installed, pin, supported, status))
     return result
 

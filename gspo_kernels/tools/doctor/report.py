@@ -49,8 +49,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
         if check.message:
             print_line(f"{check.place}: {check.message}")
     print_line(result.versions_verdict)
-    computed = {"versions_verdict": result.versions_verdict, "paragraph": result.paragraph}
-    return result.verdict, not result.faults, asdict(result) | computed
+    return result.verdict, not result.faults, asdict(result) | {"versions_verdict": result.versions_verdict}
 
 
 def memory_of(

@@ -36,7 +36,6 @@ class Check:
     backend: str
     dtype: str
     verdict: str  # "ok", "wrong" or "crashed"
-    error_ratio: float | None = None  # the largest of `ratios`; at most 1 if all outputs are right
     ratios: dict[str, float | None] | None = None  # for each output, error / allowed error; None if not finite
     wrong_decisions: int | None = None  # number of sequences with a clip decision that differs from float64
     message: str = ""
@@ -127,12 +126,10 @@ def check(device: torch.device, backend: str, dtype: str) -> Check:
         wrong = int((decisions(ours.d_hidden) != decisions(truth.d_hidden)).sum())
     except Exception as error:
         return Check(str(device), backend, dtype, "crashed", message=one_line(error))
-    infinite = [name for name, x in ratios.items() if not math.isfinite(x)]
+    finite = {name: x if math.isfinite(x) else None for name, x in ratios.items()}
+    infinite = ", ".join(name for name, x in finite.items() if x is None)
     verdict = "wrong" if wrong or infinite or max(ratios.values()) > 1 else "ok"
-    finite = {name: None if name in infinite else x for name, x in ratios.items()}
-    worst = None if infinite else max(ratios.values())
-    message = f"not finite: {', '.join(infinite)}" if infinite else ""
-    return Check(str(device), backend, dtype, verdict, worst, finite, wrong, message)
+    return Check(str(device), backend, dtype, verdict, finite, wrong, f"not finite: {infinite}" if infinite else "")
 
 
 def one_line(error: Exception) -> str:

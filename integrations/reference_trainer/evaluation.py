@@ -160,14 +160,14 @@ def evaluation_of_run(
     then, record = read_run(folder)
     options = replace(options, seed=then["seeds"][0] if options.seed is None else options.seed)
     model = model_of_run(folder, then["seeds"], options.seed)
-    shared = {name: then[name] for name in SHARED if name in then and name not in ("data", "eval_prompts")}
+    shared = {name: then[name] for name in SHARED if name not in ("data", "eval_prompts")}
     if (model / ADAPTER).is_file():
         shared["lora_rank"] = then["lora_rank"]
-    elif then.get("lora_rank"):
+    elif then["lora_rank"]:
         shared["precision"] = "fp32"  # merged with a base that was only in memory: 16 bits would lose the change
-    from_python = record.get("from_python", [])
-    has_task = task is None and not then.get("data") and "task" not in from_python and "data" not in given
-    shared["task"] = (then.get("task") or "sorting") if has_task else ""
+    from_python = record["from_python"]
+    has_task = task is None and not then["data"] and "task" not in from_python and "data" not in given
+    shared["task"] = (then["task"] or "sorting") if has_task else ""
     config = train_config(**{**shared, **given, "model": model})
     lacking = [x for x in from_python if x == "reward" or task is None]
     if lacking and not components and "reward" not in given:
@@ -183,7 +183,7 @@ def evaluation_of_run(
     else:
         task, prompts = task_of_file("data", path, config, components, "eval_prompts" in given, task)
     first = read_rows(folder / "metrics.jsonl")[0]
-    if task.reply is None and first.get("eval_defined_by", {}).get("max_turns", 1) > 1:
+    if task.reply is None and first["eval_defined_by"]["max_turns"] > 1:
         raise InputError(
             f"task: expected read_evaluation(..., task=...) from Python, because {folder} was trained on dialogues, "
             f"got no task with replies. To evaluate single turns, name the model: {model}"

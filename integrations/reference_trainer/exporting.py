@@ -73,7 +73,7 @@ def export(
         raise InputError(f"--dtype: expected none with --adapter, which copies the adapter, got {dtype!r}")
     if adapter and not is_adapter:
         in_memory = "its base was only in memory, so the run saved the merged model"
-        reason = in_memory if options.get("lora_rank") else "the run trained all weights (lora_rank=0)"
+        reason = in_memory if options["lora_rank"] else "the run trained all weights (lora_rank=0)"
         raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is not one: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)
     trained_in = weight_dtype(TrainConfig(precision=options["precision"], parallel=options["parallel"]))
@@ -99,7 +99,7 @@ def export(
         else:
             save_generation_config(partial, tokenizer)
             usage = usage_of_model(out.name, dtype_of(partial), is_adapter, merge_loss)
-        usage += usage_of_template(options.get("chat_template_kwargs") or {})
+        usage += usage_of_template(options["chat_template_kwargs"])
         library = "peft" if adapter else "transformers"
         card(run, options, record, model, usage, library).save(partial / "README.md")
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
@@ -228,7 +228,7 @@ def card(
     check_form(f"{model / MODEL_STATE}", state, {"seed": int, "step": int})
     seed, step = state["seed"], state["step"]
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["seed"] == seed and row["step"] <= step]
-    base = record.get("model")
+    base = record["model"]
     is_hub = base is not None and not Path(base).is_absolute()
     started = "Random weights"
     if base:
@@ -239,15 +239,15 @@ def card(
         pipeline_tag="text-generation",
         tags=["gspo", "reinforcement-learning"],
     )
-    weights = "".join(f"- `{name}`, weight {weight:g}\n" for name, weight in record.get("rewards", {}).items())
-    sources = ", ".join(f"`{spec.rpartition('/')[2]}`" for spec in options.get("reward", ())) or "the task's own"
-    rule = record.get("held_out", "")
-    if options.get("eval_data"):
+    weights = "".join(f"- `{name}`, weight {weight:g}\n" for name, weight in record["rewards"].items())
+    sources = ", ".join(f"`{spec.rpartition('/')[2]}`" for spec in options["reward"]) or "the task's own"
+    rule = record["held_out"]
+    if options["eval_data"]:
         rule = rule.replace(str(options["eval_data"]), Path(options["eval_data"]).name)
-    prompts = f"the task `{options.get('task') or 'sorting'}`"
-    if options.get("data"):
+    prompts = f"the task `{options['task'] or 'sorting'}`"
+    if options["data"]:
         prompts = f"`{Path(options['data']).name}`"
-    if "task" in record.get("from_python", ()):
+    if "task" in record["from_python"]:
         prompts = "a task from Python"
     settings = "".join(
         f"{name}: {json.dumps(x)}\n" for name, x in options.items() if name not in UNSAID.split() and x is not None
@@ -256,7 +256,7 @@ def card(
 {metadata.to_yaml()}
 ---
 
-# {options.get("name") or run.name}
+# {options["name"]}
 
 {started}, trained with reinforcement learning by `gspo train`: {step} of {options["steps"]} rollouts, seed {seed}. The
 objective is [GSPO](https://arxiv.org/abs/2507.18071) unless the settings below say otherwise.
@@ -271,7 +271,7 @@ Held out: {rule}.
 
 ## Data and rewards
 
-Prompts: {prompts} (digest of prompts and answers: `{record.get("prompts", "")}`). Rewards, from {sources}:
+Prompts: {prompts} (digest of prompts and answers: `{record["prompts"]}`). Rewards, from {sources}:
 
 {weights}
 ## Settings
@@ -281,7 +281,7 @@ Prompts: {prompts} (digest of prompts and answers: `{record.get("prompts", "")}`
 
 ## Versions
 
-{", ".join(f"{name} {number}" for name, number in record.get("versions", {}).items())} for training;
+{", ".join(f"{name} {number}" for name, number in record["versions"].items())} for training;
 {", ".join(f"{name} {number}" for name, number in versions().items())} for this export.
 """)
 

@@ -194,12 +194,8 @@ def sentence(results: Sequence[HeldOut]) -> str:
     """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
     total, *components = results
     if total.change is None or total.start is None or total.end is None:
-        why = "the rewards changed during the run"  # of an earlier version, which recorded no reason
-        if total.end is None:
-            why = "no held-out prompt has a reward"
-        elif total.reason:
-            why = f"since the first evaluation, {total.reason}"
-        return f"{total.verdict}: {why}"
+        changed = f"since the first evaluation, {total.reason}"
+        return f"{total.verdict}: {changed if total.reason else 'no held-out prompt has a reward'}"
     mean, low, high = (f"{x:+.3f}" for x in total.change[:3])
     prompts = total.change.prompts
     start, end = f"{total.start.mean:.3f}", f"{total.end.mean:.3f}"

@@ -313,11 +313,9 @@ class RunFolder:
         if not steps or steps != list(range(len(steps))) or "eval_reward" not in rows[0]:
             raise InputError(f"{self.metrics}: expected seed {seed} to have a line for each step from 0, got {steps}")
         for row in rows:
-            needed = SUMMARIZED if row["step"] else ()
-            form: Row = dict.fromkeys(needed, float)
+            form: Row = dict.fromkeys(SUMMARIZED, float) if row["step"] else {"eval_defined_by": dict}
             if "eval_reward" in row:
                 form |= {"eval_reward": float, "eval_rewards": {"total": list, "components": dict}}
-                form |= {"eval_defined_by": dict} if "eval_defined_by" in row else {}
             check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, form)
         return rows
 

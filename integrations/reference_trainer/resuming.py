@@ -24,8 +24,9 @@ from .loading import located
 
 RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head")  # trained weights need these
-# Keys of the record that earlier versions did not write.
-LATER = {"rows": {"count": int, "prompts": str, "in_any_order": str}, "started_in": str}
+# What every config.json has.
+FORM = {"seeds": list, "steps": int, RECORD: {"from_python": list, "rewards": dict, "prompts": str, "started_in": str}}
+FORM[RECORD]["rows"] = {"count": int, "prompts": str, "in_any_order": str}
 PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
 
 
@@ -50,8 +51,7 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
         task = task_of(config, task, reward)
         return Start(task, record_of(config, task, from_python), None, [])
     before, then = read_run(config.folder)
-    if "from_python" in then:
-        check_arguments(config.folder, then["from_python"], from_python)
+    check_arguments(config.folder, then["from_python"], from_python)
     changes = changed_options(config, before)
     path = config.folder / "checkpoint.pt"
     saved = read_checkpoint(path) if path.is_file() else None
@@ -60,15 +60,13 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     check_changes(config, changes, before, saved)
     task = task_of(config, task, reward)
     record = record_of(config, task, from_python)
-    if then.get("prompts", record["prompts"]) != record["prompts"]:
+    if then["prompts"] != record["prompts"]:
         related = "".join(f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes)
-        what = changed_prompts(then.get("rows"), record["rows"])
+        what = changed_prompts(then["rows"], record["rows"])
         refuse("data" if config.data else "task", f"the prompts with which {config.folder} was started", what + related)
-    if then.get("rewards", record["rewards"]) != record["rewards"]:
+    if then["rewards"] != record["rewards"]:
         changes["weights of rewards"] = [then["rewards"], record["rewards"]]
     notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
-    if not then:
-        notes.append(f"resume: {path.parent}/config.json does not record prompts and rewards, so they are not compared")
     if saved is None:
         notes.append(f"resume: {config.folder} has trained no step yet, so training starts again from the beginning")
     return Start(task, record, saved, notes)
@@ -91,10 +89,8 @@ def rows_of(task: Task) -> dict[str, Any]:
     return {"count": len(examples), "prompts": prompts, "in_any_order": digest_of(sorted(map(row_text, examples)))}
 
 
-def changed_prompts(then: dict[str, Any] | None, now: dict[str, Any]) -> str:
-    """Say how the prompts of a run (`rows_of`) have changed. `then` is None if an earlier version did not record it."""
-    if then is None:
-        return "different ones"
+def changed_prompts(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """Say how the prompts of a run (`rows_of`) have changed."""
     if then["in_any_order"] == now["in_any_order"]:
         return "the same prompts in another order, or divided differently between training and evaluation"
     if then["count"] != now["count"]:
@@ -115,13 +111,13 @@ def found_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     def absolute(path: str) -> str:
         return str(folder / path) if (folder / path).exists() else path
 
-    paths = {name: absolute(options[name]) for name in ("model", "data", "eval_data") if options.get(name)}
+    paths = {name: absolute(options[name]) for name in ("model", "data", "eval_data") if options[name]}
     rewards = []
-    for spec in options.get("reward", ()):
+    for spec in options["reward"]:
         factor, separator, place = spec.rpartition("*")
         source, colon, function = place.rpartition(":")
         rewards.append(f"{factor}{separator}{absolute(source)}{colon}{function}")
-    return options | paths | ({"reward": rewards} if rewards else {})
+    return {**options, **paths, "reward": rewards}
 
 
 def versions() -> dict[str, str]:
@@ -146,20 +142,16 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         options = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"resume: {path} cannot be read: {error}") from error
-    check_form(f"resume: {path}", options, {"seeds": list, "steps": int})  # options that every run has
-    then = options.pop(RECORD, {})
+    check_form(f"resume: {path}", options, FORM)
+    then = options.pop(RECORD)
     # An option of an earlier version that was off, or only changed what was printed, may be missing.
     known = {f.name for kind in (TrainConfig, Objective) for f in fields(kind)}
     lost = [f"{name}={json.dumps(x)}" for name, x in options.items() if name not in {*known, "warn_after"} and x]
     if lost:
         got = f"{', '.join(lost)}. To continue without {'it' if len(lost) == 1 else 'them'}, edit the file"
         refuse("resume", f"options that this version of gspo train has in {path}", got)
-    options = {name: x for name, x in options.items() if name in known}
-    forms = {"from_python": list, "rewards": dict, "prompts": str}
-    forms = {key: form for key, form in forms.items() if then}
-    forms |= {key: form for key, form in LATER.items() if key in then}
-    check_form(f"resume: {path}", then, forms, RECORD)
-    if (started_in := (folder.resolve() / then.get("started_in", Path.cwd())).resolve()) != Path.cwd():
+    options = TrainConfig().to_dict() | {name: x for name, x in options.items() if name in known}
+    if (started_in := (folder.resolve() / then["started_in"]).resolve()) != Path.cwd():
         options = found_from(started_in, options)
     return options, then
 
@@ -199,7 +191,7 @@ def arrow(before: Any, now: Any) -> str:
 def changed_options(config: TrainConfig, before: dict[str, Any]) -> dict[str, list[Any]]:
     """The options that have changed, each with its values before and now."""
     now = json.loads(json.dumps(config.to_dict()))
-    names = [name for name in now if name in before and name not in ("name", "output")]
+    names = [name for name in now if name not in ("name", "output")]
     return {name: [before[name], now[name]] for name in names if before[name] != now[name]}
 
 
@@ -227,7 +219,7 @@ def check_changes(
     if saved is None:
         return
     seed = saved["seed"]
-    seeds = before.get("seeds", list(config.seeds))
+    seeds = before["seeds"]
     begun = seeds[: seeds.index(seed) + 1] if seed in seeds else [seed]
     if list(config.seeds[: len(begun)]) != begun:
         refuse("seeds", f"{begun} first, on which {folder} has trained", list(config.seeds))

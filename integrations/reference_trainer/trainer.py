@@ -338,17 +338,7 @@ class Training(Learner):
         now = self.defined_by()
         for name in [name for name, digest in now.items() if digest == ""]:
             self.progress.say(f"resume: the source of the {name} cannot be read, so changes to it go unnoticed")
-        if then := first.get("eval_defined_by"):
-            self.incomparable = changes_between(then, now)
-        else:  # of an earlier version
-            self.progress.say(
-                "resume: the run does not record the code of its rewards, the chat template and max_new_tokens of the "
-                "evaluation before the first step, so changes to them go unnoticed"
-            )
-            same = start["components"].keys() == self.task.rewards([], []).components.keys()
-            totals = self.task.rewards.totals(start["components"], prompts) if same else start["total"]
-            same = same and all(x in (None, total) for x, total in zip(start["total"], totals, strict=True))
-            self.incomparable = "" if same else "the rewards have changed"
+        self.incomparable = changes_between(first["eval_defined_by"], now)
         return None if self.incomparable else start
 
     def state(self) -> dict[str, Any]:

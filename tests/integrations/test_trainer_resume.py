@@ -268,16 +268,6 @@ def test_a_run_with_arguments_from_python_continues_with_them_only(
     assert numbers(folder) == numbers(whole)
 
 
-def test_a_run_without_a_record_is_continued_with_any_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As a copy of its options, or an earlier version, may have written it."""
-    folder = stopped(tmp_path, monkeypatch, reward=length)
-    (folder / "config.json").write_text(json.dumps(small(tmp_path, name="mine").to_dict()))
-    train(read_config(resume=folder), reward=length)
-    assert f"resume: {folder}/config.json does not record prompts and rewards" in capsys.readouterr().out
-
-
 def test_the_options_of_a_run_with_arguments_from_python_are_no_other_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -614,26 +604,12 @@ def of_rows(change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
     return damage
 
 
-@pytest.mark.parametrize(("reward", "compared"), [("letters_in_place", True), ("answer_found", False)])
-def test_a_run_that_does_not_record_what_defines_its_rewards_continues(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str, compared: bool
-) -> None:
-    """An earlier version wrote this run. Names and values of its rewards are compared instead."""
-    folder = copied(finished, tmp_path)
-    of_rows(lambda rows: [{name: x for name, x in row.items() if name != "eval_defined_by"} for row in rows])(folder)
-    texts = ["steps=4", f"reward=gspo_kernels.integrations.tasks:{reward}"]
-    train(read_config(texts=texts, resume=folder))
-    out = capsys.readouterr().out
-    assert "resume: the run does not record the code of its rewards" in out
-    assert ("not compared with those of step 0: the rewards have changed" in out) != compared
-    assert ("eval_change" in rows_of(folder)[-1]) == compared
-
-
 HEAD = "lm_head.weight"
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (text("config.json", "[]"), r"config.json: expected its content to be keys with values, got \[\]"),
     (text("config.json", "{}"), r"config.json: expected its content to have the key 'seeds', got \[\]"),
     (of_config(quantization="8bit"), r'options that this version .* in \S*config.json, got quantization="8bit"\. To'),
+    (of_config(started_with={}), "config.json: expected started_with to have the key 'from_python', got"),
     (of_config(started_with={"from_python": 3}), "config.json: expected from_python to be a list, got 3"),
     (text("checkpoint.pt", ""), "checkpoint.pt cannot be read, .* File is not a zip file"),
     (of_checkpoint(lambda state: {**state, "step": -1}), "expected step to be a whole number >= 0, got -1"),

@@ -16,10 +16,10 @@ from .live_tiles import Work
 from .pairs import PairKernels
 from .rows import (
     Cache,
+    Cached,
     HeadGradients,
     HeadResult,
     HeadRows,
-    Kept,
     LiveTiles,
     NeedsGradient,
     PolicyResult,
@@ -34,21 +34,22 @@ class Backend(PairKernels, Protocol):
     """The functions of a backend. A backend is a module: `backends.torch` or `backends.triton`."""
 
     def head_forward(self, head: HeadRows) -> HeadResult:
-        """Run `forward_and_keep` and keep nothing."""
+        """Run `forward_and_cache` and cache nothing."""
         ...
 
-    def forward_and_keep(
-        self, head: HeadRows, shares: bool = False, cache: Cache | None = None
-    ) -> tuple[HeadResult, Kept]:
+    def forward_and_cache(
+        self, head: HeadRows, tile_mass: bool = False, cache: Cache | None = None
+    ) -> tuple[HeadResult, Cached]:
         """Compute log-probs and entropies, and return what the backward can reuse.
 
-        Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`. No probabilities are kept
+        Cache the probability of each vocabulary tile if `tile_mass`, and exponentials if `cache`. No probabilities are
+        cached
         if `cell_shape(head)` is None.
         """
         ...
 
-    def empty_kept(self, head: HeadRows, shares: bool, cache_rows: int) -> Kept:
-        """Allocate tensors with the shapes that `forward_and_keep` returns, uninitialized."""
+    def empty_cached(self, head: HeadRows, tile_mass: bool, cache_rows: int) -> Cached:
+        """Allocate tensors with the shapes that `forward_and_cache` returns, uninitialized."""
         ...
 
     def cache_rows(self, head: HeadRows, cache_bytes: int) -> int:
@@ -63,17 +64,23 @@ class Backend(PairKernels, Protocol):
         d_entropy: Tensor | None,
         needs: NeedsGradient,
         live_tiles: LiveTiles | None = None,
-        kept: Kept | None = None,
+        cached: Cached | None = None,
     ) -> HeadGradients:
         """Compute the gradients of the head's operands from the gradients of log-probs [N] and entropies [N].
 
         The gradients of masked rows must be 0. Without `live_tiles`, all columns of every row with a gradient are
-        computed. Logits with exponentials in `kept` are not recomputed.
+        computed. Logits with exponentials in `cached` are not recomputed.
         """
         ...
 
     def choose(
-        self, head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
+        self,
+        head: HeadRows,
+        result: HeadResult,
+        coefficient: Tensor,
+        cached: Cached,
+        cell: tuple[int, int],
+        budget: float,
     ) -> tuple[LiveTiles, Work]:
         """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped.
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..ranks.collectives import gather
 from ..ranks.shards import columns_of_all_ranks, shard_of
-from .rows import HeadResult, HeadRows, Kept, LiveTiles
+from .rows import Cached, HeadResult, HeadRows, LiveTiles
 
 # Throughput of products over cells, divided by the throughput of products over slabs, measured per device type
 # (benchmarks/NOTES.md). ESTIMATED_EFFICIENCY, from instruction counts, is for all other device types.
@@ -49,7 +49,7 @@ class Work(NamedTuple):
     dropped: Tensor  # share of the L1 mass of d_logits that is dropped
     rows: Tensor  # share of the unmasked rows that have a gradient
     tiles: Tensor  # share of all (unmasked row, column) pairs for which the backward computes d_logits
-    recomputed: Tensor  # share of all these pairs for which logits are recomputed (rows without kept exponentials)
+    recomputed: Tensor  # share of all these pairs for which logits are recomputed (rows without cached exponentials)
     mass: Tensor  # total L1 mass of d_logits, dropped or not; 0 if not computed, because nothing is dropped
     tokens: Tensor  # number of unmasked rows
 
@@ -69,14 +69,14 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
+def exact_work(head: HeadRows, has_gradient: Tensor, cached: Cached) -> Work:
     """The work of a backward without a budget. `has_gradient` [N] bool is False at masked rows."""
     tokens = head.mask.sum().double()
     unmasked = tokens.clamp(min=1)
     rows = has_gradient.sum() / unmasked
     recomputed = rows
-    if kept.exponentials.numel():
-        recomputed = (has_gradient & (kept.place >= kept.n_kept)).sum() / unmasked
+    if cached.exponentials.numel():
+        recomputed = (has_gradient & (cached.place >= cached.n_cached)).sum() / unmasked
     zero = torch.zeros_like(rows)
     return Work(zero, rows, rows, recomputed, zero, tokens)
 
@@ -98,32 +98,32 @@ def leading(flags: Tensor) -> Tensor:
     return torch.where(F.pad(flags, (0, 1)), n, torch.arange(n + 1, device=flags.device)).amin()
 
 
-def kept_first(order: Tensor, has_gradient: Tensor, kept: Kept) -> Tensor:
-    """Reorder `order` [N]: first rows with a gradient and kept exponentials, then other rows with a gradient.
+def cached_first(order: Tensor, has_gradient: Tensor, cached: Cached) -> Tensor:
+    """Reorder `order` [N]: first rows with a gradient and cached exponentials, then other rows with a gradient.
 
-    A row block is recomputed unless the exponentials of all its rows are kept.
+    A row block is recomputed unless the exponentials of all its rows are cached.
     """
-    if not kept.exponentials.numel():
+    if not cached.exponentials.numel():
         return order
-    rank = has_gradient.to(torch.uint8) + (has_gradient & (kept.place < kept.n_kept)).to(torch.uint8)
+    rank = has_gradient.to(torch.uint8) + (has_gradient & (cached.place < cached.n_cached)).to(torch.uint8)
     return order[rank[order].sort(descending=True, stable=True).indices]
 
 
-def recomputed_share(of_block: Tensor, order: Tensor, has_gradient: Tensor, kept: Kept, block_rows: int) -> Tensor:
-    """Sum `of_block` [row blocks of `order`] over the row blocks that are recomputed (see `kept_first`)."""
-    if not kept.exponentials.numel():
+def recomputed_share(of_block: Tensor, order: Tensor, has_gradient: Tensor, cached: Cached, block_rows: int) -> Tensor:
+    """Sum `of_block` [row blocks of `order`] over the row blocks that are recomputed (see `cached_first`)."""
+    if not cached.exponentials.numel():
         return of_block.sum()
     block = torch.arange(of_block.shape[0], device=of_block.device)
     last = torch.minimum((block + 1) * block_rows, has_gradient.sum())
-    n_kept = leading((kept.place < kept.n_kept)[order])
-    return torch.where(last <= n_kept, 0, of_block).sum()
+    n_cached = leading((cached.place < cached.n_cached)[order])
+    return torch.where(last <= n_cached, 0, of_block).sum()
 
 
 def choose(
     head: HeadRows,
     result: HeadResult,
     coefficient: Tensor,
-    kept: Kept,
+    cached: Cached,
     cell: tuple[int, int],
     budget: float,
     pays_below: float | None = None,
@@ -144,13 +144,13 @@ def choose(
     factor, at_target = _mass_at_target(head, result, coefficient, has_gradient)
     total = _least_mass(head, result, at_target)
     order = torch.where(has_gradient, at_target, -1).sort(descending=True, stable=True).indices  # [N]
-    order = kept_first(order, has_gradient, kept)
+    order = cached_first(order, has_gradient, cached)
 
     # Mass and size of every cell, [row blocks, tiles].
     blocks = -(-n // block_rows)
     padded_order = F.pad(order, (0, blocks * block_rows - n))  # [n padded to row blocks]
     has_mass = torch.arange(len(padded_order), device=device) < rows  # rows with a gradient are first
-    mass = kept.share.index_select(1, kept.place[padded_order]).mul_(factor[padded_order])  # [tiles, n padded]
+    mass = cached.tile_mass.index_select(1, cached.place[padded_order]).mul_(factor[padded_order])  # [tiles, n padded]
     mass.masked_fill_(~has_mass, 0)  # the share of a masked row is undefined, and 0 * NaN is not 0
     target_tile = _tile_of_target(head, has_gradient, columns)[None, padded_order]
     at_target_tile = mass.gather(0, target_tile) + torch.where(has_mass, at_target[padded_order], 0)
@@ -170,7 +170,7 @@ def choose(
     unmasked = tokens.clamp(min=1)
     of_block = (size * cells).sum(1)  # (row, column) pairs, [row blocks]
     pairs = unmasked * vocab
-    recomputed = recomputed_share(of_block / pairs, order, has_gradient, kept, block_rows)
+    recomputed = recomputed_share(of_block / pairs, order, has_gradient, cached, block_rows)
     work = Work(dropped, rows / unmasked, of_block.sum() / pairs, recomputed, total, tokens)
     own_cells = shard_of(head.shard).own_tiles(cells, columns) if head.shard else cells
     return LiveTiles(order, own_cells, torch.stack([rows, pays.to(rows.dtype)])), work

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .workspace import DEFAULT_WORKSPACE
 
-# Factor of exponentials kept in fp16, which cannot represent values below 2^-24.
-KEPT_FACTOR = 2.0**15
+# Factor of cached exponentials in fp16, which cannot represent values below 2^-24.
+CACHED_FACTOR = 2.0**15
 
 
 class HeadRows(NamedTuple):
@@ -94,31 +94,31 @@ class PolicyResult(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Which exponentials of logits the forward may keep, so that the backward does not recompute these logits."""
+    """Which exponentials of logits the forward may cache, so that the backward does not recompute these logits."""
 
-    rows: int  # maximum number of rows to keep, a multiple of the backend's row block or all N
-    may_have_gradient: Tensor  # [N] bool: only these rows are kept
+    rows: int  # maximum number of rows to cache, a multiple of the backend's row block or all N
+    may_have_gradient: Tensor  # [N] bool: only these rows are cached
 
 
-class Kept(NamedTuple):
-    """What the forward keeps besides `HeadResult`. Tensors that were not requested are empty.
+class Cached(NamedTuple):
+    """What the forward caches for the backward besides `HeadResult`. Tensors that were not requested are empty.
 
     The forward gathers n unmasked rows; rows that may have a gradient come first. With Triton, "tile" means a tile of
-    the forward. With torch, `share` is per cell, `top` is per slab, and n and N are padded to full row blocks. In fp16,
-    exponentials are multiplied by KEPT_FACTOR.
+    the forward. With torch, `tile_mass` is per cell, `top` is per slab, and n and N are padded to full row blocks. In
+    fp16, exponentials are multiplied by CACHED_FACTOR.
     """
 
     place: Tensor  # [N] int64: index of each row of the batch among the n rows; arbitrary for masked rows
-    share: Tensor  # [tiles of all ranks, n]: probability of each tile, without the target's column
+    tile_mass: Tensor  # [tiles of all ranks, n]: probability of each tile, without the target's column
     exponentials: Tensor  # [C, columns], in the dtype of hidden: E = exp(logit - top), 0 in the target's column
     top: Tensor  # [tiles, n]: largest logit of each tile, without the target's column
-    n_kept: Tensor  # [1] or [0] int64: number of rows in `exponentials`; their places are 0 to n_kept - 1
+    n_cached: Tensor  # [1] or [0] int64: number of rows in `exponentials`; their places are 0 to n_cached - 1
 
 
 class LiveTiles(NamedTuple):
     """The cells that the backward computes. Empty tensors: all columns of every row with a gradient."""
 
-    order: Tensor  # [N] int64: rows by decreasing L1 mass of d_logits, those with kept exponentials first
+    order: Tensor  # [N] int64: rows by decreasing L1 mass of d_logits, those with cached exponentials first
     cells: Tensor  # [row blocks of `order`, column ranges] bool: True for cells to compute
     counts: Tensor  # [2] int64: number of rows with a gradient; then 1 to compute only `cells`, 0 to compute all
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import metrics
 from ..backends.dispatch import implementation
 from ..backends.live_tiles import exact_work
-from ..backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
+from ..backends.rows import Cache, Cached, HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from ..layout import accumulator
 from ..ranks.shards import shard_of
 from .tuples import Operator, restore, save
@@ -25,7 +25,7 @@ class LogProbsResult(NamedTuple):
     """Log-probs and entropies, and what the forward keeps for the backward."""
 
     head: HeadResult
-    kept: Kept
+    cached: Cached
 
 
 @Operator
@@ -34,7 +34,7 @@ def linear_log_probs_op(head: HeadRows, gradient_budget: float, cache_bytes: int
     kernels = implementation(backend)
     rows = kernels.cache_rows(head, cache_bytes) if cache_bytes else 0
     cache = Cache(rows, head.mask) if rows else None
-    return LogProbsResult(*kernels.forward_and_keep(head, gradient_budget > 0, cache))
+    return LogProbsResult(*kernels.forward_and_cache(head, gradient_budget > 0, cache))
 
 
 @linear_log_probs_op.fake
@@ -43,20 +43,20 @@ def fake_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, bac
     entropy = log_probs.new_empty(log_probs.shape[0] if head.entropy else 0)
     result = HeadResult(log_probs, entropy, torch.empty_like(log_probs), torch.empty_like(log_probs))
     kernels = implementation(backend)
-    kept = kernels.empty_kept(head, gradient_budget > 0, kernels.cache_rows(head, cache_bytes))
-    return LogProbsResult(result, kept)
+    cached = kernels.empty_cached(head, gradient_budget > 0, kernels.cache_rows(head, cache_bytes))
+    return LogProbsResult(result, cached)
 
 
 def _save_log_probs(ctx: Any, inputs: list[Any], result: LogProbsResult) -> None:
     """Save the inputs and the result for the backward."""
     head, ctx.gradient_budget, _, ctx.backend = inputs
-    ctx.mark_non_differentiable(result.head.shift, result.head.log_total, *result.kept)
+    ctx.mark_non_differentiable(result.head.shift, result.head.log_total, *result.cached)
     save(ctx, head, *result)
 
 
 def _differentiate_log_probs(ctx: Any, upstream: LogProbsResult, needs: dict[str, bool]) -> Gradients:
     """Compute the gradients of the head's operands from the gradients of log-probs and entropies."""
-    head, result, kept = restore(ctx)
+    head, result, cached = restore(ctx)
     d_log_probs, d_entropy = upstream.head.log_probs, upstream.head.entropy if head.entropy else None
     if d_entropy is not None and ctx.gradient_budget > 0:
         raise ValueError(
@@ -73,7 +73,7 @@ def _differentiate_log_probs(ctx: Any, upstream: LogProbsResult, needs: dict[str
     needed = needed_gradients(needs)
     every = all_columns(head.hidden.device)
     budget = ctx.gradient_budget
-    out = head_backward_op(head, result, kept, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
+    out = head_backward_op(head, result, cached, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
     metrics.record_backward(out.work, d_hidden=needed.hidden, d_weight=needed.weight)
     return by_argument(out.gradients, needed)
 
@@ -104,7 +104,7 @@ class BackwardResult(NamedTuple):
 def head_backward_op(
     head: HeadRows,
     result: HeadResult,
-    kept: Kept,
+    cached: Cached,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
     live_tiles: LiveTiles,
@@ -121,16 +121,16 @@ def head_backward_op(
     if gradient_budget is not None:
         cell = kernels.cell_shape(head) if gradient_budget > 0 else None
         if cell is not None:
-            live_tiles, shares = kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)
+            live_tiles, work_parts = kernels.choose(head, result, d_log_probs, cached, cell, gradient_budget)
         else:
             has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
-            shares = exact_work(head, has_gradient, kept)
-        work = torch.stack(shares)
+            work_parts = exact_work(head, has_gradient, cached)
+        work = torch.stack(work_parts)
     if head.shard and not shard_of(head.shard).columns():  # this rank holds only padding of the vocabulary
         operands = zip((getattr(head, name) for name in HeadGradients._fields), needs, strict=True)
         gradients = HeadGradients(*(torch.zeros_like(x) if needed else None for x, needed in operands))
     else:
-        gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
+        gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, cached)
     return BackwardResult(without_none(head, gradients), work)
 
 
@@ -138,7 +138,7 @@ def head_backward_op(
 def _fake_gradients(
     head: HeadRows,
     result: HeadResult,
-    kept: Kept,
+    cached: Cached,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
     live_tiles: LiveTiles,
@@ -151,7 +151,7 @@ def _fake_gradients(
 
 
 head_backward_op.no_autograd(
-    lambda head, result, kept, d_log_probs, d_entropy, live_tiles, gradient_budget, needs, backend: (
+    lambda head, result, cached, d_log_probs, d_entropy, live_tiles, gradient_budget, needs, backend: (
         "gspo_fused_loss" if gradient_budget is None else "linear_log_probs"
     )
 )

@@ -11,7 +11,7 @@ from .. import metrics
 from ..backends.dispatch import implementation
 from ..backends.live_tiles import exact_work, work_of_all_ranks
 from ..backends.precision import multiply_no_nan, without_autocast
-from ..backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
+from ..backends.rows import Cache, Cached, HeadResult, HeadRows, LiveTiles, PolicyResult, PolicyRows
 from ..layout import segment_sum, sequence_of_row
 from ..objective import Objective
 from .head import Gradients, all_columns, by_argument, fake_log_probs, head_backward_op, needed_gradients
@@ -103,7 +103,7 @@ class FusedResult(NamedTuple):
     policy: PolicyResult
     live_tiles: LiveTiles
     work: Tensor  # [6] fp64: the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits
-    kept: Kept  # without shares
+    cached: Cached  # without tile_mass
 
 
 @Operator
@@ -114,23 +114,23 @@ def fused_loss_op(
     kernels = implementation(backend)
     cached_rows = kernels.cache_rows(head, cache_bytes) if cache_bytes else 0
     cache = Cache(cached_rows, may_have_gradient(head.mask, policy, objective)) if cached_rows else None
-    result, kept = kernels.forward_and_keep(head, gradient_budget > 0, cache)
+    result, cached = kernels.forward_and_cache(head, gradient_budget > 0, cache)
     entropy = result.entropy if head.entropy else None
     with without_autocast(head.hidden.device):
         loss_kernels = implementation("torch") if policy.group else kernels
         loss = loss_kernels.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
     cell = kernels.cell_shape(head) if gradient_budget > 0 else None
     if cell is not None:
-        live_tiles, work = kernels.choose(head, result, loss.coefficient, kept, cell, gradient_budget)
-        kept = kept._replace(share=kept.share.new_empty(0, 0))
+        live_tiles, work = kernels.choose(head, result, loss.coefficient, cached, cell, gradient_budget)
+        cached = cached._replace(tile_mass=cached.tile_mass.new_empty(0, 0))
     elif _counts_work(cached_rows, policy, gradient_budget, cache_bytes):
         live_tiles = all_columns(head.hidden.device)
-        work = exact_work(head, _has_gradient(head.mask, loss), kept)
+        work = exact_work(head, _has_gradient(head.mask, loss), cached)
     else:
-        return FusedResult(result, loss, all_columns(head.hidden.device), loss.metrics.new_empty(0), kept)
+        return FusedResult(result, loss, all_columns(head.hidden.device), loss.metrics.new_empty(0), cached)
     if policy.group:
         work = work_of_all_ranks(work, head, result, loss.coefficient, policy.group)
-    return FusedResult(result, loss, live_tiles, torch.stack(work), kept)
+    return FusedResult(result, loss, live_tiles, torch.stack(work), cached)
 
 
 def _counts_work(cached_rows: int, policy: PolicyRows, gradient_budget: float, cache_bytes: int) -> bool:
@@ -161,7 +161,7 @@ def _has_gradient(mask: Tensor, loss: PolicyResult) -> Tensor:
 def _fake_fused(
     head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, cache_bytes: int, backend: str
 ) -> FusedResult:
-    result, kept = fake_log_probs(head, gradient_budget, cache_bytes, backend)
+    result, cached = fake_log_probs(head, gradient_budget, cache_bytes, backend)
     loss = _fake_policy(result.log_probs, None, head.mask, policy, objective, backend)
     live_tiles = all_columns(head.hidden.device)
     cell = implementation(backend).cell_shape(head) if gradient_budget > 0 else None
@@ -171,17 +171,17 @@ def _fake_fused(
         live_tiles = LiveTiles(live_tiles.order.new_empty(n), cells, live_tiles.counts.new_empty(2))
     cached_rows = implementation(backend).cache_rows(head, cache_bytes)
     has_work = cell is not None or _counts_work(cached_rows, policy, gradient_budget, cache_bytes)
-    kept = kept._replace(share=kept.share.new_empty(0, 0))
-    return FusedResult(result, loss, live_tiles, loss.metrics.new_empty(6 if has_work else 0), kept)
+    cached = cached._replace(tile_mass=cached.tile_mass.new_empty(0, 0))
+    return FusedResult(result, loss, live_tiles, loss.metrics.new_empty(6 if has_work else 0), cached)
 
 
 def _save_fused_loss(ctx: Any, inputs: list[Any], result: FusedResult) -> None:
     """Save head, results and coefficients for the backward."""
     head, *_, ctx.backend = inputs
     _, *details = result.policy
-    ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work, *result.kept)
+    ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work, *result.cached)
     coefficients = Coefficients(result.policy.coefficient, result.policy.entropy_coefficient)
-    save(ctx, head, result.head, coefficients, result.live_tiles, result.kept)
+    save(ctx, head, result.head, coefficients, result.live_tiles, result.cached)
 
 
 def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, bool]) -> Gradients:
@@ -189,11 +189,11 @@ def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, 
     d_loss = upstream.policy.loss
     if d_loss is None:
         return {}
-    head, result, of_loss, live_tiles, kept = restore(ctx)
+    head, result, of_loss, live_tiles, cached = restore(ctx)
     d_entropy = multiply_no_nan(of_loss.entropy, d_loss) if of_loss.entropy.numel() else None
     needed = needed_gradients(needs)
     d_log_probs = multiply_no_nan(of_loss.log_probs, d_loss)
-    out = head_backward_op(head, result, kept, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
+    out = head_backward_op(head, result, cached, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
     return by_argument(out.gradients, needed)
 
 

@@ -166,13 +166,13 @@ def test_the_doctor_has_the_tolerance_of_the_tests(dtype: torch.dtype) -> None:
 
 
 def wrong_forward(change: Any) -> Any:
-    forward = torch_backend.forward_and_keep
+    forward = torch_backend.forward_and_cache
 
-    def forward_and_keep(*arguments: Any) -> Any:
-        (head, *_), (result, kept) = arguments, forward(*arguments)
-        return result._replace(log_probs=torch.where(head.mask, change(result.log_probs), 0)), kept
+    def forward_and_cache(*arguments: Any) -> Any:
+        (head, *_), (result, cached) = arguments, forward(*arguments)
+        return result._replace(log_probs=torch.where(head.mask, change(result.log_probs), 0)), cached
 
-    return forward_and_keep
+    return forward_and_cache
 
 
 def wrong_backward(change: Any) -> Any:
@@ -183,7 +183,7 @@ def wrong_backward(change: Any) -> Any:
 FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # function, its replacement, wrong output, dtypes that detect it
     "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
     "gradients 5 % too large": ("head_backward", wrong_backward(lambda g: g * 1.05), "d_weight", set(DTYPES)),
-    "log-probs off by 1e-4": ("forward_and_keep", wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
+    "log-probs off by 1e-4": ("forward_and_cache", wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
 }
 
 

@@ -36,10 +36,10 @@ def gradients(
     """Return the gradients with AMD's block shapes, and the names of the kernels of the backward."""
     with tuning.assume("gfx942"):
         rows = triton_backend.cache_rows(head, kept_bytes)
-        result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask) if rows else None)
+        result, cached = triton_backend.forward_and_cache(head, cache=Cache(rows, head.mask) if rows else None)
         d_entropy = d / 3 if head.entropy else None
         with launches() as seen:
-            out = triton_backend.head_backward(head, result, d, d_entropy, needs_of(head), choice, kept)
+            out = triton_backend.head_backward(head, result, d, d_entropy, needs_of(head), choice, cached)
     return out, {x.kernel.__name__ for x in seen}
 
 
@@ -76,7 +76,7 @@ def test_plain_heads_are_multiplied_by_our_kernels(
         head = head._replace(workspace=workspace)
     monkeypatch.setattr(backward, "add_product", None)  # it is not called
     ours, kernels = gradients(head, d, kept_bytes)
-    assert kernels >= PRODUCTS and ("kept_tile" in kernels) == (kept_bytes > 0)
+    assert kernels >= PRODUCTS and ("cached_tile" in kernels) == (kept_bytes > 0)
     equal(ours, dense, dtype)
     assert ours.hidden is not None and not ours.hidden[d == 0].any()
 
@@ -113,10 +113,10 @@ def test_leaving_out_cells_always_pays() -> None:
     head = random_head(140, 24, 300, torch.bfloat16)
     for architecture in ("gfx942", "sm_90"):
         with tuning.assume(architecture):
-            result, kept = triton_backend.forward_and_keep(head, shares=True)
+            result, cached = triton_backend.forward_and_cache(head, tile_mass=True)
             cell = triton_backend.cell_shape(head)
             assert cell is not None
-            live, _ = triton_backend.choose(head, result, upstream(head), kept, cell, 0.0)
+            live, _ = triton_backend.choose(head, result, upstream(head), cached, cell, 0.0)
         assert live.counts[1] == (architecture == "gfx942")  # even if no cell is left out
 
 

@@ -14,7 +14,7 @@ from helpers.marks import slow
 from helpers.oracle import DTYPES
 from helpers.random_heads import assert_law, by_torch, random_head, random_upstream
 from helpers.samples import make_sample, run_fused
-from helpers.tile_choices import choices, d_logits, kept, small_tiles
+from helpers.tile_choices import choices, d_logits, live_entries, small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import DROPPED_MASS_RELATIVE, FLOAT64_RELATIVE
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gspo_kernels import Objective, metrics
 from gspo_kernels.backends import dispatch
-from gspo_kernels.backends.rows import Cache, Kept
+from gspo_kernels.backends.rows import Cache, Cached
 from gspo_kernels.backends.triton import backward, gradient_rows
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.inputs import head as inputs
@@ -107,7 +107,7 @@ def test_the_loss_with_a_cache_has_the_gradients_without(
         if budget:
             run_fused(sample.with_options(gradient_budget=budget, cache_mib=kibibytes / 1024), "torch")
             (chosen,) = decisions
-            dropped = torch.where(kept(chosen), 0, d_logits(chosen)[0].abs()).sum()
+            dropped = torch.where(live_entries(chosen), 0, d_logits(chosen)[0].abs()).sum()
             assert dropped <= budget * d_logits(chosen)[0].abs().sum()
 
 
@@ -142,7 +142,7 @@ def test_a_captured_backward_uses_the_cache(dtype: str, monkeypatch: pytest.Monk
     d = torch.where(head.mask & (torch.arange(300) % 3 != 0), torch.linspace(-1, 1, 300), 0)
     head.hidden[d == 0] = torch.nan
     cache = Cache(kernels.cache_rows(head, 140 * 512 * head.hidden.itemsize), head.mask)
-    result, of_forward = kernels.forward_and_keep(head, cache=cache)
+    result, of_forward = kernels.forward_and_cache(head, cache=cache)
     expected = kernels.head_backward(head, result, d, None, NEEDS, None, of_forward)
     for module in (gradient_rows, backward):
         monkeypatch.setattr(module, "may_read", lambda x: False)
@@ -161,7 +161,7 @@ def test_only_rows_that_may_have_a_gradient_are_kept(backend: str, monkeypatch: 
         (Objective(kl_coef=0.1), unmasked.sum()),
         (Objective(entropy_coef=0.1), unmasked.sum()),
     ):
-        found = record_kept(backend, monkeypatch)
+        found = record_cached(backend, monkeypatch)
         gspo_fused_loss(
             *sample.leaves.values(),
             sample.target_ids,
@@ -171,20 +171,20 @@ def test_only_rows_that_may_have_a_gradient_are_kept(backend: str, monkeypatch: 
             backend=backend,
             **sample.options,
         )
-        assert found[-1].n_kept == expected
+        assert found[-1].n_cached == expected
 
 
-def record_kept(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+def record_cached(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[Cached]:
     implementation: Any = dispatch.implementation(backend)
-    forward = implementation.forward_and_keep
-    found = list[Kept]()
+    forward = implementation.forward_and_cache
+    found = list[Cached]()
 
     def record(*args: Any, **options: Any) -> Any:
         result, of_call = forward(*args, **options)
         found.append(of_call)
         return result, of_call
 
-    monkeypatch.setattr(implementation, "forward_and_keep", record)
+    monkeypatch.setattr(implementation, "forward_and_cache", record)
     return found
 
 
@@ -194,7 +194,7 @@ def test_the_cache_is_free_after_the_backward_and_absent_without_autograd(
 ) -> None:
     sample = make_sample(3, lengths=(40, 31), vocab=601)
     hidden, weight = sample.leaves.values()
-    found = record_kept(backend, monkeypatch)
+    found = record_cached(backend, monkeypatch)
     out = linear_log_probs(
         hidden, weight, sample.target_ids, mask=sample.options["mask"], cache_mib=64, backend=backend
     )
@@ -224,7 +224,7 @@ def test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward(b
 
 @on_device
 def test_a_nan_column_makes_kept_and_recomputed_gradients_nan(backend: str) -> None:
-    """Column 0 is NaN, so all probabilities are. The kept exponentials of other tiles are finite."""
+    """Column 0 is NaN, so all probabilities are. The cached exponentials of other tiles are finite."""
     head = random_head(150, 24, 601, torch.float32)
     head.weight[0] = torch.nan
     d = torch.ones(150, device=DEVICE)
@@ -264,7 +264,7 @@ def test_log_probs_drop_at_most_the_budget(budget: float, std: float, cached: bo
             gradients = torch.autograd.grad(out.log_probs, (hidden, weight), d.to(out.log_probs.device))
         (chosen,) = decisions
         true = d_logits(chosen)[0]
-        keep = kept(chosen)
+        keep = live_entries(chosen)
         dropped = torch.where(keep, 0, true.abs()).sum() / true.abs().sum()
         reported = metrics.last_backward()["dropped_gradient_mass"]
         assert dropped <= budget and abs(dropped - reported) <= DROPPED_MASS_RELATIVE * dropped + 1e-6

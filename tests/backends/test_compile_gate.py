@@ -113,7 +113,7 @@ def table(architecture: str) -> set[tuple[str, Any]]:
     for dtype_table in (tuning._HALF, tuning._SINGLE, tuning._DOUBLE):
         blocks = dtype_table[architecture]
         entries |= {("forward_tile", blocks.forward), ("forward_tile", blocks.heavy_forward)}
-        for kernel in ("gradient_tile", "kept_tile"):
+        for kernel in ("gradient_tile", "cached_tile"):
             entries |= {(kernel, blocks.gradient), (kernel, blocks.heavy_gradient)}
     return entries
 

@@ -125,8 +125,8 @@ def test_the_default_takes_no_more_memory_than_what_it_replaces(
             rows = kernels.cache_rows(head, memory.largest_default_cache(head, needs, "triton"))
             kept_rows.append(rows / n)
             with LiveBytes() as live:
-                result, kept = kernels.forward_and_keep(head, cache=Cache(rows, head.mask) if rows else None)
-                kernels.head_backward(head, result, torch.empty_like(result.log_probs), None, needs, kept=kept)
+                result, cached = kernels.forward_and_cache(head, cache=Cache(rows, head.mask) if rows else None)
+                kernels.head_backward(head, result, torch.empty_like(result.log_probs), None, needs, cached=cached)
             assert live.peak <= (most if rows else memory.bound(head, "triton", 0, frozen).peak)
     if (width, dtype, frozen) == (4096, torch.bfloat16, False):
         assert kept_rows[1] == 1 and kept_rows[2] > 0.8  # 3 passes, and 3.1 with H200's 1/64

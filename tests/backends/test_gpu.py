@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton.cached_tile import cached_tile
 from gspo_kernels.backends.triton.gradient_tile import gradient_tile
-from gspo_kernels.backends.triton.kept_tile import kept_tile
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.backends.triton.tuning import tile_config
 
@@ -103,7 +103,7 @@ def test_a_step_with_a_budget_is_captured_after_steps_that_compute_cells(cache_m
         steps.append(step(head, 64, **option))
     exact, budget = steps
     torch.cuda.synchronize()
-    for kernel in (gradient_tile, kept_tile):
+    for kernel in (gradient_tile, cached_tile):
         kernel.device_caches.clear()  # other tests may have loaded them
     with launches() as seen:
         on_side_stream(budget)

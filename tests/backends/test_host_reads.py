@@ -35,13 +35,13 @@ def test_triton_chooses_cells_without_a_read_and_reads_once_in_the_backward(monk
     head = head_rows(208, 16, 601)
     reads = recorded_reads(monkeypatch)
     with choices():
-        result, kept = triton_backend.forward_and_keep(head, shares=True)
+        result, cached = triton_backend.forward_and_cache(head, tile_mass=True)
         cell = triton_backend.cell_shape(head)
         assert cell is not None
-        kept.share.fill_(1e-3)  # in place of the kernels' results, as are the next two lines
-        kept.place.copy_(torch.arange(len(kept.place)))
+        cached.tile_mass.fill_(1e-3)  # in place of the kernels' results, as are the next two lines
+        cached.place.copy_(torch.arange(len(cached.place)))
         result.log_probs.fill_(-1.0)
-        live, _ = triton_backend.choose(head, result, head.mask.float(), kept, cell, 0.1)
+        live, _ = triton_backend.choose(head, result, head.mask.float(), cached, cell, 0.1)
         assert reads == []
         triton_backend.head_backward(head, result, head.mask.float(), None, NEEDS, live)
     assert reads == ["tolist"]
@@ -51,7 +51,7 @@ def test_the_torch_backend_reads_the_places_of_kept_rows_once(monkeypatch: pytes
     """The backward has 2 chunks of rows and 5 slabs."""
     head = head_rows(32, 24, 240)
     with small_tiles(16, 48):
-        result, kept = torch_backend.forward_and_keep(head, cache=Cache(32, head.mask))
+        result, cached = torch_backend.forward_and_cache(head, cache=Cache(32, head.mask))
         reads = recorded_reads(monkeypatch)
-        torch_backend.head_backward(head, result, torch.ones(32), None, NEEDS, None, kept)
+        torch_backend.head_backward(head, result, torch.ones(32), None, NEEDS, None, cached)
     assert reads.count("tolist") == 1 and reads.count("__int__") == 1 and not reads.count("__bool__")

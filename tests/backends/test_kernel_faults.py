@@ -14,7 +14,7 @@ import torch
 from helpers.head_rows import NEEDS, head_rows
 from helpers.relaunch import relaunch
 from helpers.samples import make_sample, run_fused
-from helpers.tile_choices import Chosen, choices, d_logits, kept
+from helpers.tile_choices import Chosen, choices, d_logits, live_entries
 from tolerance import FLOAT64_RELATIVE, KEPT_GRADIENT_RELATIVE
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
@@ -132,10 +132,10 @@ def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> No
     assert torch.equal(near, distant)
 
 
-@pytest.mark.parametrize("name", ["gradient_tile", "kept_tile"])
+@pytest.mark.parametrize("name", ["gradient_tile", "cached_tile"])
 def test_tiles_write_cells_past_two_to_the_31(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch begins at program FAR_CELL. The list of cells is moved, so that this program reads the first cell."""
-    seen, launched, far = sparse_launch(name, cache_mib=16.0 if name == "kept_tile" else 0.0)
+    seen, launched, far = sparse_launch(name, cache_mib=16.0 if name == "cached_tile" else 0.0)
     near = launched.arguments["d_logits"]
 
     def set_grid_idx(x: int, y: int, z: int) -> None:
@@ -166,7 +166,7 @@ def test_gradients_of_slabs_without_cells_in_some_chunks(
     products_of_weight = [x for x in seen if x.kernel.__name__ == "weight_product"]
     assert products_of_weight and all(x.arguments["ADD"] == (chunks == 2) for x in products_of_weight)
     chosen = Chosen(head, result, coefficient, live, cell, torch.empty(0))
-    d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
+    d = torch.where(live_entries(chosen), d_logits(chosen)[0], 0)
     for gradient, truth in zip(gradients, (d @ head.weight.double(), d.t() @ head.hidden.double()), strict=False):
         assert gradient is not None
         assert (gradient.double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()

@@ -165,7 +165,7 @@ def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
     """The offset of a tile's partial results, its number times N, exceeds 2^31."""
     head = head_and_upstream(40, 1201)[0]._replace(entropy=True)
     with launches() as seen:
-        expected, kept = triton_backend.forward_and_keep(head, shares=True)
+        expected, cached = triton_backend.forward_and_cache(head, tile_mass=True)
     # The kernels are given 2^28 as the number of rows, although 40 exist. Results of the tenth tile begin past 2^31.
     far = 2**28
     tiles = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments["column_blocks"]
@@ -182,7 +182,7 @@ def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
     assert torch.equal(outputs["log_probs"][:40], expected.log_probs)
     assert torch.equal(outputs["entropy"][:40], expected.entropy)
     unmasked = int(head.mask.sum())  # these rows come first
-    assert torch.equal(partial["tile_mass"][:, :unmasked], kept.share[:, :unmasked])
+    assert torch.equal(partial["tile_mass"][:, :unmasked], cached.tile_mass[:, :unmasked])
 
 
 def test_nested_recordings_see_every_launch() -> None:
@@ -256,9 +256,9 @@ def test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.Mon
 def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(operand: str, backend: str) -> None:
     head = head_rows(20, 24, 70)
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
-    result, kept = dispatch.implementation(backend).forward_and_keep(head)
+    result, cached = dispatch.implementation(backend).forward_and_cache(head)
     live = all_columns(torch.device("cpu"))
-    args = head_backward_op.flatten((head, result, kept, torch.ones(20), None, live, None, NEEDS, backend))
+    args = head_backward_op.flatten((head, result, cached, torch.ones(20), None, live, None, NEEDS, backend))
     real = head_backward_op.op(*args)
     with FakeTensorMode() as mode:
         fake = head_backward_op.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))

@@ -12,7 +12,7 @@ from helpers.head_rows import NEEDS, head_rows
 from helpers.marks import by_dtype, slow
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
-from helpers.tile_choices import Chosen, assert_dropped_mass_is_reported, choices, d_logits, kept, small_tiles
+from helpers.tile_choices import Chosen, assert_dropped_mass_is_reported, choices, d_logits, live_entries, small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import KEPT_GRADIENT_RELATIVE
@@ -192,7 +192,7 @@ def test_the_torch_backend_drops_cells_of_a_head_with_a_bias() -> None:
     with choices() as decisions:
         out, grads = run_fused(sample.with_options(gradient_budget=0.1), "torch")
     assert 0 < out.metrics["dropped_gradient_mass"] <= 0.1
-    truth = torch.where(kept(decisions[0]), d_logits(decisions[0])[0], 0).sum(0)
+    truth = torch.where(live_entries(decisions[0]), d_logits(decisions[0])[0], 0).sum(0)
     assert (grads["bias"].double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()
 
 
@@ -251,12 +251,12 @@ def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
     coefficient = torch.randn(140, generator=rng)
     needs = NeedsGradient(True, True, False, True, True)
     with choices():
-        result, tiles = torch_backend.forward_and_keep(head, shares=True)
+        result, tiles = torch_backend.forward_and_cache(head, tile_mass=True)
         cell = torch_backend.cell_shape(head)
         live, work = live_tiles.choose(head, result, coefficient, tiles, cell, 0.3)
     assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
-    chosen = Chosen(merged, result, coefficient, live, cell, tiles.share)
-    d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
+    chosen = Chosen(merged, result, coefficient, live, cell, tiles.tile_mass)
+    d = torch.where(live_entries(chosen), d_logits(chosen)[0], 0)
     gradients = torch_backend.head_backward(head, result, coefficient, None, needs, live)
     truth = (d @ weight.double(), d.t() @ hidden.double(), None, d @ right.double(), d.t() @ left.double())
     for ours, x in zip(gradients, truth, strict=True):

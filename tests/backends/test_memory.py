@@ -55,16 +55,16 @@ def test_triton_stays_within_the_formula(
     needs = NeedsGradient(*(getattr(head, name) is not None for name in NeedsGradient._fields))
     with tuning.assume(architecture), LiveBytes() as live:
         rows = triton_backend.cache_rows(head, cache_mib * MIB)
-        result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask) if rows else None)
+        result, cached = triton_backend.forward_and_cache(head, cache=Cache(rows, head.mask) if rows else None)
         d_entropy = torch.empty_like(result.entropy) if head.entropy else None
-        triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, needs, kept=kept)
+        triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, needs, cached=cached)
         bound = memory.bound(head, "triton", cache_mib * MIB)
         of_tiles = 4 * n * -(-v // tuning.tile_config(head, "forward").block_v) * (2 if head.entropy else 1)
     size = DTYPES[dtype].itemsize
     assert bound.total == (n + v) * h * size + n * h * (4 - size) + of_tiles + (256 + cache_mib) * MIB
     # Gradients of a bias and of an adapter are fp32 and come in addition.
     added = (4 + size) * v * (head.bias is not None) + (4 + 4) * (n + v) * options.get("rank", 0)
-    assert bound.gradients + kept.exponentials.nbytes <= live.peak <= bound.total + added
+    assert bound.gradients + cached.exponentials.nbytes <= live.peak <= bound.total + added
     assert (rows > 0) == (cache_mib > 0)
 
 
@@ -73,12 +73,12 @@ def test_triton_with_a_budget_stays_within_the_formula(n: int, h: int, v: int) -
     """Measure the choice of cells, and then a backward with a list of all cells."""
     head = cases.meta_head(rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveBytes() as live:
-        result, kept = triton_backend.forward_and_keep(head, shares=True)
+        result, cached = triton_backend.forward_and_cache(head, tile_mass=True)
         cell = triton_backend.cell_shape(head)
         assert cell is not None
-        triton_backend.choose(head, result, result.log_probs, kept, cell, 1e-3)
+        triton_backend.choose(head, result, result.log_probs, cached, cell, 1e-3)
         forward = live.peak
-        del result, kept
+        del result, cached
         live.peak = live.now
         cases.backward_of_cells(head, all_cells=True)
         bound = memory.bound(head, "triton", 0)
@@ -122,7 +122,7 @@ def test_the_torch_backend_on_a_gpu_stays_within_the_formula(
     monkeypatch.setattr(torch.Tensor, "nonzero", all_rows)
     head = cases.meta_head(dtype=DTYPES[dtype], rows=n, width=h, vocab=v)
     with LiveBytes() as live:
-        result, kept = torch_backend.forward_and_keep(head)
-        torch_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS, None, kept)
+        result, cached = torch_backend.forward_and_cache(head)
+        torch_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS, None, cached)
         bound = memory.bound(head, "torch", 0)
     assert bound.gradients < live.peak <= bound.total

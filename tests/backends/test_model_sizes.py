@@ -81,10 +81,10 @@ def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, i
     """Run the sparse backward, which computes a list of cells, with a list of all cells."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
-    result, kept = triton_backend.forward_and_keep(head, shares=True)
+    result, cached = triton_backend.forward_and_cache(head, tile_mass=True)
     cell = triton_backend.cell_shape(head)
     assert cell is not None
-    live, _ = live_tiles.choose(head, result, upstream.d_log_probs, kept, cell, budget=0.0)
+    live, _ = live_tiles.choose(head, result, upstream.d_log_probs, cached, cell, budget=0.0)
     blocks = -(-live.counts[:1] // cell[0])
     cells = (torch.arange(live.cells.shape[0], device=blocks.device) < blocks)[:, None].expand_as(live.cells)
     every_cell = live._replace(cells=cells, counts=torch.stack([live.counts[0], torch.ones_like(live.counts[0])]))

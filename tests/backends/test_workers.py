@@ -135,12 +135,12 @@ def test_products_that_wait_for_their_turn_take_at_most_16_mib() -> None:
     for width in (16, 256, 8192):
         work = torch_tiles.Tiles(head_rows(4, width, 100), torch.arange(4))
         product = work.tile_rows * width * 4
-        assert product <= work.kept_products() * product <= max(16 * 2**20, product)
+        assert product <= work.waiting_products() * product <= max(16 * 2**20, product)
 
 
 def test_the_first_error_is_raised_and_errors_of_waiting_threads_are_not() -> None:
     """Afterwards the threads can be used again."""
-    sums = workers.Sums(1, most_kept=0)
+    sums = workers.Sums(1, most_waiting=0)
     waiting = threading.Event()
 
     def work(task: int) -> None:
@@ -160,8 +160,8 @@ def test_the_first_error_is_raised_and_errors_of_waiting_threads_are_not() -> No
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=60)
-def test_terms_are_added_in_order(indices: list[int], most_kept: int, threads: int) -> None:
-    sums = workers.Sums(3, most_kept)
+def test_terms_are_added_in_order(indices: list[int], most_waiting: int, threads: int) -> None:
+    sums = workers.Sums(3, most_waiting)
     added = [[], [], []]
     turns = [indices[:i].count(index) for i, index in enumerate(indices)]
 

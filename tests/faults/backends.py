@@ -41,17 +41,17 @@ FAULTS: dict[str, Fault] = {
         "heads::test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else[torch-False]",
     ),
     "exponentials of other rows": (
-        "KeptTiles.tile",
+        "CachedTiles.tile",
         "columns[-.index_select(0, place)-]{+[: len(place)]+}",
         "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp32-plain]",
     ),
     "fp16 exponentials not divided by their factor": (
-        "KeptTiles.__init__",
-        "[-log_scale -= math.log(KEPT_FACTOR)-]{+pass+}",
+        "CachedTiles.__init__",
+        "[-log_scale -= math.log(CACHED_FACTOR)-]{+pass+}",
         "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp16-tail]",
     ),
     "a kernel's slope of a soft-cap at the target from its missing exponential": (
-        "kept_tile",
+        "cached_tile",
         "[-tl.where(is_target, target_log_p[:, None], log_p)-]{+log_p+}",
         "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[triton-fp32-soft-cap]",
     ),

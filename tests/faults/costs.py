@@ -53,7 +53,7 @@ def counted(mode: Mode, backend: Any) -> Iterator[Mode]:
             return function(*args, **options)
 
     with ExitStack() as stack:
-        for name in ("forward_and_keep", "policy_forward", "choose", "head_backward", "pair_products", "pair_sums"):
+        for name in ("forward_and_cache", "policy_forward", "choose", "head_backward", "pair_products", "pair_sums"):
             stack.enter_context(patch.object(backend, name, partial(with_mode, getattr(backend, name))))
         with mode:
             yield mode
@@ -212,11 +212,11 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
         run = partial(cases.backward_of_cells, meta, all_cells=True)
     with tuning.assume("sm_90"), StepCounts() as counts:
         if budget:
-            result, kept = triton_backend.forward_and_keep(meta, shares=True)
+            result, cached = triton_backend.forward_and_cache(meta, tile_mass=True)
             cell = triton_backend.cell_shape(meta)
             assert cell is not None
-            triton_backend.choose(meta, result, result.log_probs, kept, cell, 1e-3)
-            del result, kept  # `run` makes new ones
+            triton_backend.choose(meta, result, result.log_probs, cached, cell, 1e-3)
+            del result, cached  # `run` makes new ones
         run()
     with tuning.assume("sm_90"), launches() as seen:
         run()

@@ -37,7 +37,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "lengths and normalizer of this rank's tokens": (
         "torch/sequence:policy_forward",
-        "_share_of_token(mask, sequence, [-lengths-]{+segment_sum(mask.to(lp.dtype), offsets)+}, policy, "
+        "_weight_of_token(mask, sequence, [-lengths-]{+segment_sum(mask.to(lp.dtype), offsets)+}, policy, "
         "objective, objective.aggregation, policy.normalizer)",
         "distributed/sharded::test_case[cp 2 torch gspo]",
     ),

@@ -28,7 +28,7 @@ FAULTS: dict[str, Fault] = {
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "aggregation weight not divided by the length": (
-        "_share_of_token",
+        "_weight_of_token",
         "[-share = share / lengths.clamp(min=1)-]{+pass+}",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
@@ -49,7 +49,7 @@ FAULTS: dict[str, Fault] = {
         f"{OBJECTIVE}[torch-padded-k1+]",
     ),
     "mask off by one": (
-        "torch/forward:forward_and_keep",
+        "torch/forward:forward_and_cache",
         "index = head.mask.{+roll(1).+}nonzero()[:, 0]",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),

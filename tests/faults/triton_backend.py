@@ -21,7 +21,7 @@ FAULTS: dict[str, Fault] = {
         f"{PARITY}[triton-plain-padded-fp32]",
     ),
     "last ragged tile dropped": (
-        "triton/forward:forward_and_keep",
+        "triton/forward:forward_and_cache",
         "[--(-head.vocab_size // config.block_v)-]{+max(head.vocab_size // config.block_v, 1)+}",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
@@ -164,14 +164,14 @@ FAULTS: dict[str, Fault] = {
         "kernel_faults::test_heads_with_an_adapter_or_a_bias_have_no_cells_in_triton",
     ),
     "an id outside the vocabulary has a finite log-prob": (
-        "triton/forward:forward_and_keep",
+        "triton/forward:forward_and_cache",
         "torch.[-full((n,), math.nan-]{+zeros(n+}, dtype=dtype, device=device)",
         "loss_faults::test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan[triton--1]",
     ),
     "a kept cell's offset in 32 bits": (
-        "kept_tile",
+        "cached_tile",
         "tl.program_id(0)[-.to(tl.int64)-] * (BLOCK_N * BLOCK_V)",
-        "kernel_faults::test_tiles_write_cells_past_two_to_the_31[kept_tile]",
+        "kernel_faults::test_tiles_write_cells_past_two_to_the_31[cached_tile]",
     ),
     "columns of a slab without cells keep the bytes of new memory": (
         "_CellGradients.add_slab",

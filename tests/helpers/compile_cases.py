@@ -18,7 +18,7 @@ from gspo_kernels.backends.rows import Cache, HeadRows, NeedsGradient, Pairs, Po
 from gspo_kernels.backends.triton.backward import head_backward
 from gspo_kernels.backends.triton.cells.backward import CellPlan, cell_backward, lists_of
 from gspo_kernels.backends.triton.cells.lists import cell_lists
-from gspo_kernels.backends.triton.forward import cache_rows, cell_shape, forward_and_keep
+from gspo_kernels.backends.triton.forward import cache_rows, cell_shape, forward_and_cache
 from gspo_kernels.backends.triton.gradient_rows import gradient_rows
 from gspo_kernels.backends.triton.logit_tile import straighten
 from gspo_kernels.backends.triton.sequence import policy_forward
@@ -104,8 +104,8 @@ def runs(shape: tuple[int, int] | None = None) -> Iterator[tuple[str, torch.dtyp
     heads = [(name, options, forward_and_backward) for name, options in CASES.items()]
     for ending, added in (("", False), (" added", True)):
         heads += [(name + ending, options, partial(live_cells, added=added)) for name, options in CELL_CASES.items()]
-    heads += [(name, options, partial(forward_and_backward, cached=True)) for name, options in CACHE_CASES.items()]
-    cached = partial(live_cells, added=False, cached=True)
+    heads += [(name, options, partial(forward_and_backward, with_cache=True)) for name, options in CACHE_CASES.items()]
+    cached = partial(live_cells, added=False, with_cache=True)
     heads += [(name + " cache", options, cached) for name, options in CELL_CASES.items()]
     heads += [(name, options, pairs_of_head) for name, options in PAIR_CASES.items()]
     if shape is not None:
@@ -152,11 +152,11 @@ def meta_head(
     )
 
 
-def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
-    """Run forward and dense backward. If `cached`, keep the exponentials of all rows."""
-    result, kept = forward_and_keep(head, cache=cache_of(head) if cached else None)
+def forward_and_backward(head: HeadRows, with_cache: bool = False) -> None:
+    """Run forward and dense backward. If `with_cache`, cache the exponentials of all rows."""
+    result, cached = forward_and_cache(head, cache=cache_of(head) if with_cache else None)
     d_entropy = torch.ones_like(result.entropy) if head.entropy else None
-    head_backward(head, result, torch.ones_like(result.log_probs), d_entropy, _needs(head), kept=kept)
+    head_backward(head, result, torch.ones_like(result.log_probs), d_entropy, _needs(head), cached=cached)
 
 
 def _needs(head: HeadRows) -> NeedsGradient:
@@ -169,23 +169,23 @@ def cache_of(head: HeadRows) -> Cache:
     return Cache(cache_rows(head, size), head.mask)
 
 
-def live_cells(head: HeadRows, added: bool, cached: bool = False) -> None:
+def live_cells(head: HeadRows, added: bool, with_cache: bool = False) -> None:
     """Run forward and sparse backward. If `added`, two parts add their products; otherwise there is one part."""
-    backward_of_cells(head, all_cells=added, chunks=1 + added, cached=cached)
+    backward_of_cells(head, all_cells=added, chunks=1 + added, with_cache=with_cache)
 
 
-def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None, cached: bool = False) -> None:
+def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None, with_cache: bool = False) -> None:
     """Run forward and sparse backward, of all cells or of one cell.
 
-    `chunks`: number of chunks of rows; None: as many as the library makes. If `cached`, keep the exponentials of all
-    rows.
+    `chunks`: number of chunks of rows; None: as many as the library makes. If `with_cache`, cache the exponentials of
+    all rows.
     """
-    result, kept = forward_and_keep(head, shares=True, cache=cache_of(head) if cached else None)
+    result, cached = forward_and_cache(head, tile_mass=True, cache=cache_of(head) if with_cache else None)
     cell = cell_shape(head)
     assert cell is not None
     config = tile_config(head, "gradient")
     device = head.hidden.device
-    cells = torch.ones(-(-head.hidden.shape[0] // cell[0]), kept.share.shape[0], dtype=torch.bool)
+    cells = torch.ones(-(-head.hidden.shape[0] // cell[0]), cached.tile_mass.shape[0], dtype=torch.bool)
     lists, _ = lists_of(head, cells.to(device), config)
     if chunks is not None:
         lists = cell_lists(cells.to(device), -(-cells.shape[0] // chunks))
@@ -197,7 +197,7 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
     n = head.hidden.shape[0] if all_cells else min(config.block_n, head.hidden.shape[0])  # rows with a gradient
     order = torch.arange(n, device=device)
     d_log_probs = torch.ones_like(result.log_probs)
-    rows = gradient_rows(straighten(head, config), result, d_log_probs, None, order, False, kept)
+    rows = gradient_rows(straighten(head, config), result, d_log_probs, None, order, False, cached)
     needs = NeedsGradient(True, True, False, False, False)
     plan = CellPlan(n, True, lists, begin, lists.row_blocks * config.block_n)
     cell_backward(rows, head.vocab_size, config, needs, plan)

@@ -126,7 +126,7 @@ def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, varia
         report = inspect(variant.compile(), architecture)
     except Exception as error:  # whatever the compiler raises is a fault of this row
         return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
-    wide = name in (*MATRIX_KERNELS, "kept_tile", "multiply_pairs", "sum_pairs") and _aligned(launch)
+    wide = name in (*MATRIX_KERNELS, "cached_tile", "multiply_pairs", "sum_pairs") and _aligned(launch)
     faults = report.faults(architecture, name in MATRIX_KERNELS, dtype, wide, spills_allowed(name, architecture))
     return Row(architecture, name, case, text, report, faults)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.samples import Sample, make_sample
 from helpers.sharded_cases import Context, case
 from helpers.sharded_runs import Groups, contiguous, rank_in, run_sharded, size_of
-from helpers.tile_choices import Chosen, choices, kept, small_tiles
+from helpers.tile_choices import Chosen, choices, live_entries, small_tiles
 from tolerance import DROPPED_MASS_RELATIVE, FLOAT64_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def masses(chosen: Chosen, sample: Sample, groups: Groups) -> Tensor:
     pairs that the backward computes.
     """
     head = chosen.head
-    keep = kept(chosen)
+    keep = live_entries(chosen)
     columns = sample.leaves["weight"].shape[0] // size_of(groups.tp)
     first = columns * rank_in(groups.tp)
     capped = head.logit_scale * (head.hidden @ sample.leaves["weight"].t()).detach()

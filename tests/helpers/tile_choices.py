@@ -45,7 +45,7 @@ def choices(pays: bool = True) -> Iterator[list[Chosen]]:
             head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, cell: tuple[int, int], budget: float
         ) -> Any:
             live, work = choose(head, result, coefficient, tiles, cell, budget)
-            shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
+            shares = tiles.tile_mass[:, torch.where(head.mask, tiles.place, 0)]
             chosen = Chosen(head, result, coefficient, live, cell, shares)
             decisions.append(to_device(chosen, "cpu"))
             return live, work
@@ -94,7 +94,7 @@ def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
     return d, d_capped * head.logit_scale
 
 
-def kept(chosen: Chosen) -> Tensor:
+def live_entries(chosen: Chosen) -> Tensor:
     """Return a bool mask [N, vocab] of the entries of d_logits in computed cells."""
     (rows, columns), (n, vocab) = chosen.cell, (chosen.head.hidden.shape[0], chosen.head.vocab_size)
     spread = chosen.live.cells.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:n, :vocab]
@@ -108,7 +108,7 @@ def assert_dropped_mass_is_reported(sample: Sample, budget: float, backend: str)
         out, grads = run_fused(sample, backend)
     (chosen,) = decisions
     d, unsloped = d_logits(chosen)
-    keep = kept(chosen)
+    keep = live_entries(chosen)
     live = (chosen.head.mask & (chosen.coefficient != 0))[:, None]
     shares = chosen.shares.t()[live[:, 0]]
     assert ((shares >= 0) & (shares <= 1 + DROPPED_MASS_RELATIVE)).all()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import gspo_fused_loss, on_device
-from helpers.tile_choices import Chosen, choices, d_logits, kept, small_tiles
+from helpers.tile_choices import Chosen, choices, d_logits, live_entries, small_tiles
 from tolerance import DROPPED_MASS_RELATIVE, FLOAT64_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
 
@@ -153,7 +153,7 @@ def test_a_batch_without_tokens_has_the_metrics_of_its_parts() -> None:
 def mass(chosen: Chosen) -> tuple[float, float]:
     """Return the L1 mass of d_logits in float64, and the dropped part of it."""
     d = d_logits(chosen)[0].abs()
-    return d.sum().item(), d[~kept(chosen)].sum().item()
+    return d.sum().item(), d[~live_entries(chosen)].sum().item()
 
 
 @on_device

@@ -152,7 +152,7 @@ def _write_results(kernel: str, arguments: dict[str, Any]) -> None:
     if kernel == "reduce_rows":
         for name in ("log_probs", "shift", "log_total"):
             arguments[name].fill_(-1.0)
-        if arguments["SHARES"]:  # light cells, except those with a target
+        if arguments["HAS_TILE_MASS"]:  # light cells, except those with a target
             arguments["tile_mass"].fill_(1e-6)
             arguments["place"].copy_(torch.arange(len(arguments["place"])))
     if kernel == "sequence_loss":

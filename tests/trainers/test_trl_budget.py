@@ -294,13 +294,13 @@ def test_invalid_settings_are_refused(setting: dict[str, Any], tmp_path: Path) -
 
 def test_calls_without_autograd_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_by_calls: list[tuple[bool, bool]] = []
-    forward = torch_backend.forward_and_keep
+    forward = torch_backend.forward_and_cache
 
     def watched(head: Any, shares: bool = False, cache: Any = None) -> Any:
         kept_by_calls.append((shares, cache is not None))
         return forward(head, shares, cache)
 
-    monkeypatch.setattr(torch_backend, "forward_and_keep", watched)
+    monkeypatch.setattr(torch_backend, "forward_and_cache", watched)
     train(tmp_path, {"gradient_budget": 1e-3, "cache_mib": 1}, beta=0.1)
     # Old and reference log-probs of the rollout, then the two micro-batches of the step.
     assert kept_by_calls.count((True, True)) == 2 and kept_by_calls.count((False, False)) >= 2

@@ -167,7 +167,7 @@ class _Check:
         head = self.head if cache is None else self.head._replace(workspace=SMALL_WORKSPACE)
         truth = self.sample.truth
         d_entropy = self.sample.d_entropy
-        result, kept = kernels.forward_and_keep(head, cache=cache)
+        result, cached = kernels.forward_and_cache(head, cache=cache)
         _compare_rows("log-probs", result.log_probs, truth.log_probs, self.dtype)
         if d_entropy is not None:
             _compare_rows("entropies", result.entropy, truth.entropy, self.dtype)
@@ -176,7 +176,7 @@ class _Check:
         coefficient = kernels.policy_forward(result.log_probs, None, head.mask, policy, Objective()).coefficient
         _check_decisions(coefficient, self.sample.d_log_probs)
         self.launched.clear()
-        gradients = kernels.head_backward(head, result, self.d_log_probs, d_entropy, _needs(head), None, kept)
+        gradients = kernels.head_backward(head, result, self.d_log_probs, d_entropy, _needs(head), None, cached)
         for name, ours, expected in self._gradients(gradients, truth.d_logits):
             _compare(f"d_{name}", ours, expected, self.dtype)
 
@@ -189,17 +189,17 @@ class _Check:
         head = self.head if cache is None else self.head._replace(workspace=SMALL_WORKSPACE)
         cell = kernels.cell_shape(self.head)
         assert cell is not None
-        result, kept = kernels.forward_and_keep(head, True, cache)
+        result, cached = kernels.forward_and_cache(head, True, cache)
         _compare_rows("log-probs", result.log_probs, self.sample.truth.log_probs, self.dtype)
         self.launched.clear()
-        live, work = kernels.choose(head, result, self.d_log_probs, kept, cell, BUDGET)
-        d_logits = self._kept_entries(live, cell, work.dropped.item())
+        live, work = kernels.choose(head, result, self.d_log_probs, cached, cell, BUDGET)
+        d_logits = self._live_entries(live, cell, work.dropped.item())
         self.launched.clear()
-        gradients = kernels.head_backward(head, result, self.d_log_probs, None, _needs(head), live, kept)
+        gradients = kernels.head_backward(head, result, self.d_log_probs, None, _needs(head), live, cached)
         for name, ours, expected in self._gradients(gradients, d_logits):
             error = (ours - expected).norm() / expected.norm()
             allowed = KEPT_GRADIENT_RELATIVE[self.dtype]
-            _limit(f"d_{name} of the kept cells, relative", self.dtype, error.item(), allowed)
+            _limit(f"d_{name} of the live cells, relative", self.dtype, error.item(), allowed)
 
     def budget_from_cache(self) -> None:
         """Check a backward that takes some cells from the cache."""
@@ -236,7 +236,7 @@ class _Check:
             truth["adapter_weight"] = d_logits.t() @ head.adapter_hidden.double()
         return [(name, getattr(ours, name).cpu().double(), x) for name, x in truth.items()]
 
-    def _kept_entries(self, live: LiveTiles, cell: tuple[int, int], reported: float) -> Tensor:
+    def _live_entries(self, live: LiveTiles, cell: tuple[int, int], reported: float) -> Tensor:
         """Check that cells are dropped, and how much mass. Return d_logits [N, V] with 0 in dropped cells."""
         order = live.order.cpu()
         cells = live.cells.cpu()

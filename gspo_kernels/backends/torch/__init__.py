@@ -9,13 +9,13 @@ importance ratios are exactly 1.
 On a CPU, each tile is computed by one thread (`workers.py`). Logits are fp32 (fp64 for fp64 inputs) and never rounded
 to half precision. Half-precision operands are upcast slab by slab; on CUDA, tensor cores multiply them with an fp32
 result. On a GPU the host waits in the forward and in the backward, to read the number of gathered rows. With a cache or
-a gradient budget, it waits again for the kept rows and the cells to compute.
+a gradient budget, it waits again for the cached rows and the cells to compute.
 """
 
 from ..live_tiles import choose
 from .backward import head_backward
-from .forward import forward_and_keep, head_forward
-from .kept_tile import cache_rows, empty_kept
+from .cached_tile import cache_rows, empty_cached
+from .forward import forward_and_cache, head_forward
 from .pairs import pair_products, pair_sums
 from .sequence import policy_forward
 from .tiles import cell_shape
@@ -24,8 +24,8 @@ __all__ = [
     "cache_rows",
     "cell_shape",
     "choose",
-    "empty_kept",
-    "forward_and_keep",
+    "empty_cached",
+    "forward_and_cache",
     "head_backward",
     "head_forward",
     "pair_products",

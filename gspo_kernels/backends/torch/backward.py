@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..precision import exact_products, multiplies_bf16, pad_columns, power_of_two
-from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
+from ..rows import Cached, HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from . import workers
-from .kept_tile import KeptTiles
+from .cached_tile import CachedTiles
 from .tiles import LOG_OF_NOTHING, Tiles, add_product_of_tile, product_of_tile
 
 # On a CPU with native bf16 matmul: the most bytes of d_logits that one bf16 product multiplies.
@@ -37,7 +37,7 @@ def head_backward(
     d_entropy: Tensor | None,
     needs: NeedsGradient,
     live_tiles: LiveTiles | None = None,
-    kept: Kept | None = None,
+    cached: Cached | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the head's operands, None where `needs` is False."""
     has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)  # [N]
@@ -50,7 +50,7 @@ def head_backward(
         index, cells = (head.mask & has_gradient).nonzero()[:, 0], None
     tiles = Tiles(head, index)
     work_list = WorkList(tiles, cells)
-    logit_gradients = LogitGradients(tiles, result, d_log_probs, d_entropy, kept)
+    logit_gradients = LogitGradients(tiles, result, d_log_probs, d_entropy, cached)
     gradients = _Gradients(tiles, logit_gradients, needs, work_list.sparse)
     with exact_products(tiles.device):
         tiles.run(gradients.add_slab, work_list.by_slab(), gradients.sums)
@@ -134,13 +134,13 @@ class _Gradients:
         # Keeps the additions of several threads to d_hidden and d_ah in order. Each chunk of rows is one sum.
         self.sums = None
         if tiles.threads > 1:
-            self.sums = workers.Sums(tiles.padded // tiles.tile_rows, tiles.kept_products())
+            self.sums = workers.Sums(tiles.padded // tiles.tile_rows, tiles.waiting_products())
 
     def add_slab(self, runs: list[Run]) -> None:
         """Compute d_logits of the runs of one slab, and add their terms to all gradients."""
         tiles, (low, high) = self.tiles, runs[0].slab
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
-        weight = None  # the slab in the operands' dtype, unless all tiles are kept and multiplied in bf16
+        weight = None  # the slab in the operands' dtype, unless all tiles are cached and multiplied in bf16
         if not self.rounds or not all(self.logit_gradients.keep(run.rows) for run in runs):
             weight = tiles.weight_slab(low, high)
         # If products are rounded to half precision, d_weight of several runs is one product.
@@ -214,10 +214,10 @@ class LogitGradients:
     """Computes d_logits tile by tile. The per-row tensors for this are gathered, [padded] each."""
 
     def __init__(
-        self, tiles: Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None, kept: Kept | None
+        self, tiles: Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None, cached: Cached | None
     ) -> None:
         self.tiles = tiles
-        self.kept = KeptTiles(tiles, kept, result) if kept is not None and len(kept.exponentials) else None
+        self.cached = CachedTiles(tiles, cached, result) if cached is not None and len(cached.exponentials) else None
         per_row = torch.stack([result.shift, result.log_total, result.log_probs, d_log_probs.to(tiles.dtype)], 1)
         self.shift, self.log_total, self.log_probs, self.d_log_probs = tiles.gather(per_row).t().contiguous()
         self.shift[tiles.count :] = math.inf  # padding rows get p = 0
@@ -235,19 +235,19 @@ class LogitGradients:
             self.boost = power_of_two(self.at_target, self.d_entropy, is_row, slope)
 
     def keep(self, rows: slice) -> bool:
-        """True if the forward kept the exponentials of a chunk of rows."""
-        return self.kept is not None and self.kept.hold(rows)
+        """True if the forward cached the exponentials of a chunk of rows."""
+        return self.cached is not None and self.cached.hold(rows)
 
     def d_logits(self, rows: slice, weight: Tensor | None, low: int, high: int) -> Tensor:
         """Compute d(loss) / d(h W^T + bias) of one tile, [rows, high - low].
 
-        `weight` holds the columns of the tile, or of the entire slab. It is not used if the forward kept the tile.
+        `weight` holds the columns of the tile, or of the entire slab. It is not used if the forward cached the tile.
         """
-        kept, minus_d, softcap = self.kept, -self.d_log_probs[rows, None], self.tiles.head.logit_softcap
+        cached, minus_d, softcap = self.cached, -self.d_log_probs[rows, None], self.tiles.head.logit_softcap
         in_slab, column = self.tiles.target_columns(rows, low, high)
-        if kept is not None and kept.hold(rows) and self.d_entropy is None and softcap is None:
-            tile = kept.tile(rows, low, high)
-            d_z = tile * minus_d.mul_(kept.scale(rows, low).exp()[:, None])
+        if cached is not None and cached.hold(rows) and self.d_entropy is None and softcap is None:
+            tile = cached.tile(rows, low, high)
+            d_z = tile * minus_d.mul_(cached.scale(rows, low).exp()[:, None])
             slope = self.tiles.tail_slope(rows, tile)
         else:
             log_p, slope = self._log_p_and_slope(rows, weight, low, high)
@@ -263,20 +263,22 @@ class LogitGradients:
         self, rows: slice, weight: Tensor | None, low: int, high: int
     ) -> tuple[Tensor, Tensor | float | None]:
         """Compute log p of a tile, [rows, high - low], and the slope of the head's tail at its logits."""
-        kept, softcap = self.kept, self.tiles.head.logit_softcap
-        if kept is None or not kept.hold(rows):
+        cached, softcap = self.cached, self.tiles.head.logit_softcap
+        if cached is None or not cached.hold(rows):
             assert weight is not None
             z = self.tiles.logits(rows, weight, low, high)
             slope = self.tiles.tail_slope(rows, z)
             return z.sub_(self.shift[rows, None]).sub_(self.log_total[rows, None]), slope
-        log_p = kept.tile(rows, low, high).to(self.tiles.dtype, copy=True).log_().add_(kept.scale(rows, low)[:, None])
+        log_p = (
+            cached.tile(rows, low, high).to(self.tiles.dtype, copy=True).log_().add_(cached.scale(rows, low)[:, None])
+        )
         log_p.clamp_(min=LOG_OF_NOTHING)  # exponentials that were rounded to 0
         if softcap is None:
             return log_p, self.tiles.tail_slope(rows, log_p)
         total = (self.shift + self.log_total)[rows, None]
         total = torch.where(total == math.inf, 0, total)  # padding rows
         z = log_p + total
-        in_slab, column = self.tiles.target_columns(rows, low, high)  # the target's logit is not kept
+        in_slab, column = self.tiles.target_columns(rows, low, high)  # the target's logit is not cached
         target_logit = self.log_probs[rows, None] + total
         z.scatter_(1, column, torch.where(in_slab[:, None], target_logit, z.gather(1, column)))
         return log_p, self.tiles.tail_slope(rows, z)

@@ -16,30 +16,30 @@ from torch import Tensor
 from ...ranks.collectives import gather_tiles
 from ...ranks.shards import shard_of
 from ..precision import exact_products
-from ..rows import Cache, HeadResult, HeadRows, Kept
-from .kept_tile import empty_kept, lift
+from ..rows import Cache, Cached, HeadResult, HeadRows
+from .cached_tile import empty_cached, lift
 from .tiles import LOG_OF_NOTHING, Tiles
 
 
 def head_forward(head: HeadRows) -> HeadResult:
     """Compute log-probs (and entropies) of the target ids."""
-    return forward_and_keep(head)[0]
+    return forward_and_cache(head)[0]
 
 
-def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
-    """Compute log-probs and entropies. Keep tile probabilities if `shares`, and exponentials if `cache`."""
+def forward_and_cache(head: HeadRows, tile_mass: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Cached]:
+    """Compute log-probs and entropies. Cache tile probabilities if `tile_mass`, and exponentials if `cache`."""
     index = head.mask.nonzero()[:, 0]
-    kept = None
-    if shares or cache is not None:
-        kept = empty_kept(head, shares, 0 if cache is None else cache.rows)
-    if kept is not None and cache is not None:  # first the rows that may have a gradient
+    cached = None
+    if tile_mass or cache is not None:
+        cached = empty_cached(head, tile_mass, 0 if cache is None else cache.rows)
+    if cached is not None and cache is not None:  # first the rows that may have a gradient
         first = cache.may_have_gradient[index]
         index = torch.cat([index[first], index[~first]])
-        kept.n_kept.copy_(first.sum().clamp(max=cache.rows))
+        cached.n_cached.copy_(first.sum().clamp(max=cache.rows))
     tiles = Tiles(head, index)
-    if kept is None:
-        kept = _nothing_kept(head.hidden, tiles.dtype)
-    totals = _SlabTotals(tiles, kept)
+    if cached is None:
+        cached = _nothing_cached(head.hidden, tiles.dtype)
+    totals = _SlabTotals(tiles, cached)
     with exact_products(tiles.device):
         tiles.run(totals.reduce, tiles.tasks())
     target_logit = tiles.at_slab_of_target(totals.at_target)
@@ -63,33 +63,33 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
     log_total = torch.logaddexp(log_others + (top_others - shift), target_logit - shift)
     entropy = tiles.zeros(0) if entropy is None else tiles.scatter(entropy)
     result = HeadResult(tiles.scatter(log_probs), entropy, tiles.scatter(shift), tiles.scatter(log_total))
-    if shares:
+    if tile_mass:
         scale = totals.of_cells((top - shift - log_total).exp_())
-        kept.share[:, : tiles.padded].mul_(scale[: len(kept.share)])
+        cached.tile_mass[:, : tiles.padded].mul_(scale[: len(cached.tile_mass)])
     if cache is not None:
-        kept.top[:, : tiles.padded] = totals.own_top
-    if kept.place.numel():
-        kept.place.zero_()[tiles.index] = torch.arange(tiles.count, device=tiles.device)
-    return result, kept
+        cached.top[:, : tiles.padded] = totals.own_top
+    if cached.place.numel():
+        cached.place.zero_()[tiles.index] = torch.arange(tiles.count, device=tiles.device)
+    return result, cached
 
 
-def _nothing_kept(hidden: Tensor, dtype: torch.dtype) -> Kept:
-    """A `Kept` of empty tensors. `dtype` is the dtype of logits."""
-    return Kept(
+def _nothing_cached(hidden: Tensor, dtype: torch.dtype) -> Cached:
+    """A `Cached` of empty tensors. `dtype` is the dtype of logits."""
+    return Cached(
         place=hidden.new_empty(0, dtype=torch.int64),
-        share=hidden.new_empty(0, 0, dtype=dtype),
+        tile_mass=hidden.new_empty(0, 0, dtype=dtype),
         exponentials=hidden.new_empty(0, 0),
         top=hidden.new_empty(0, 0, dtype=dtype),
-        n_kept=hidden.new_empty(0, dtype=torch.int64),
+        n_cached=hidden.new_empty(0, dtype=torch.int64),
     )
 
 
 class _SlabTotals:
     """Results of each slab for each row, [slabs, padded]. All but `at_target` exclude the target's column."""
 
-    def __init__(self, tiles: Tiles, kept: Kept) -> None:
+    def __init__(self, tiles: Tiles, cached: Cached) -> None:
         self.tiles = tiles
-        self.kept = kept
+        self.cached = cached
         self.slabs = tiles.slabs
         self.cell_columns = tiles.cell_columns
         shape = len(self.slabs), tiles.padded
@@ -99,10 +99,10 @@ class _SlabTotals:
         self.at_target = tiles.zeros(*shape)  # logit of the target; the slab's first logit if the target is elsewhere
         # [cells, ...]: sum of exp(z - top of the slab) over a cell's columns, or [0, 0]
         cells = -(-tiles.head.vocab_size // self.cell_columns)
-        sharded = tiles.head.shard and len(kept.share)
-        self.share = tiles.zeros(cells, tiles.padded) if sharded else kept.share
+        sharded = tiles.head.shard and len(cached.tile_mass)
+        self.tile_mass = tiles.zeros(cells, tiles.padded) if sharded else cached.tile_mass
         self.own_top = self.top  # of this rank's slabs, where `top` is of all ranks
-        self.rows_to_keep = int(kept.n_kept) if len(kept.exponentials) else 0
+        self.rows_to_keep = int(cached.n_cached) if len(cached.exponentials) else 0
 
     def reduce(self, task: tuple[int, list[slice]]) -> None:
         """Compute and reduce the logits of one slab for several chunks of rows."""
@@ -121,13 +121,13 @@ class _SlabTotals:
             weights = z.exp() if entropy else z.exp_()
             if rows.start < self.rows_to_keep:
                 keep = slice(rows.start, min(rows.stop, self.rows_to_keep))
-                self.kept.exponentials[keep, low:high] = lift(
+                self.cached.exponentials[keep, low:high] = lift(
                     weights[: keep.stop - keep.start], tiles.head.hidden.dtype
                 )
             # The mass of each cell: [rows, cells of the slab].
             cells = F.pad(weights, (0, -weights.shape[1] % columns)).reshape(len(weights), -1, columns).sum(2)
-            if len(self.share):
-                self.share[low // columns : low // columns + cells.shape[1], rows] = cells.t()
+            if len(self.tile_mass):
+                self.tile_mass[low // columns : low // columns + cells.shape[1], rows] = cells.t()
             mass = cells.sum(1)
             self.top[s, rows], self.log_mass[s, rows] = top, mass.log()
             if entropy:
@@ -138,13 +138,13 @@ class _SlabTotals:
         """Gather the slabs of all ranks. Return the targets' logits, [padded]."""
         shard, width = shard_of(self.tiles.head.shard), self.tiles.tile_columns
         slabs = [(x, width) for x in (self.top, self.log_mass, self.entropy)[: 3 if len(self.entropy) else 2]]
-        cells = [(self.share, self.cell_columns)] if len(self.share) else []
+        cells = [(self.tile_mass, self.cell_columns)] if len(self.tile_mass) else []
         gathered = gather_tiles(shard, [*slabs, *cells], target_logit)
         self.top, self.log_mass = gathered[:2]
         if len(self.entropy):
             self.entropy = gathered[2]
         if cells:
-            self.kept.share[:, : self.tiles.padded] = gathered[len(slabs)]
+            self.cached.tile_mass[:, : self.tiles.padded] = gathered[len(slabs)]
         return gathered[-1]
 
     def of_cells(self, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class _SlabTotals:
         if not shard:
             return x.repeat_interleave(width // self.cell_columns, 0)
         cells = -(-shard_of(shard).widths(width, x.device) // self.cell_columns)  # of each slab
-        return x.repeat_interleave(cells, 0, output_size=len(self.kept.share))
+        return x.repeat_interleave(cells, 0, output_size=len(self.cached.tile_mass))
 
 
 def _difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,14 +66,14 @@ def policy_forward(
     if policy.token_weights is not None:
         value = multiply_no_nan(policy.token_weights, value)
         slope = multiply_no_nan(policy.token_weights, slope)
-    share = _share_of_token(mask, sequence, lengths, policy, objective, objective.aggregation, policy.normalizer)
-    d_log_ratio = (share * slope).masked_fill(masked, 0)
+    weight = _weight_of_token(mask, sequence, lengths, policy, objective, objective.aggregation, policy.normalizer)
+    d_log_ratio = (weight * slope).masked_fill(masked, 0)
     d_log_prob = torch.zeros_like(lp)
     if objective.surrogate in SCORES:  # the slope is with respect to the log-prob, and u has no gradient
         value = multiply_no_nan(value, lp)
         d_log_prob = d_log_ratio
         d_log_ratio = torch.zeros_like(lp)
-    loss_rows = (share * value).masked_fill(masked, 0)
+    loss_rows = (weight * value).masked_fill(masked, 0)
 
     kl = kl_slope = None
     if policy.ref_log_probs is not None:
@@ -89,7 +89,7 @@ def policy_forward(
 
     entropy_coefficient = lp.new_empty(0)
     if objective.entropy_coef != 0 and entropy is not None:
-        entropy_coefficient = -objective.entropy_coef * share
+        entropy_coefficient = -objective.entropy_coef * weight
         loss_rows = loss_rows + torch.where(mask, entropy_coefficient * entropy, 0)
 
     free = mask if token_bounds is None else mask & ~(low | high)  # tokens through which u has a gradient
@@ -153,10 +153,10 @@ def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRow
     normalizer = policy.kl_normalizer
     if normalizer is None and aggregation == objective.aggregation:
         normalizer = policy.normalizer
-    return _share_of_token(mask, sequence, lengths, policy, objective, aggregation, normalizer)
+    return _weight_of_token(mask, sequence, lengths, policy, objective, aggregation, normalizer)
 
 
-def _share_of_token(
+def _weight_of_token(
     mask: Tensor,
     sequence: Tensor,
     lengths: Tensor,
@@ -169,16 +169,16 @@ def _share_of_token(
 
     Masked rows get 0. If the input is invalid, all rows get NaN.
     """
-    share = torch.ones_like(lengths)  # [S]
+    weight = torch.ones_like(lengths)  # [S]
     if aggregation == "seq-mean-token-mean":
-        share = share / lengths.clamp(min=1)
+        weight = weight / lengths.clamp(min=1)
     elif aggregation == "seq-mean-token-sum-norm":
         assert objective.length_norm is not None  # Objective rejects this aggregation without it
-        share = share / objective.length_norm
+        weight = weight / objective.length_norm
     if normalizer is None:
         normalizer = (lengths.sum() if aggregation == "token-mean" else (lengths > 0).sum()).clamp(min=1)
-    share = torch.where(mask, share[sequence] / normalizer.to(share.dtype), 0)  # [N]
-    return torch.where(policy.invalid > 0, torch.nan, share)
+    weight = torch.where(mask, weight[sequence] / normalizer.to(weight.dtype), 0)  # [N]
+    return torch.where(policy.invalid > 0, torch.nan, weight)
 
 
 # -- sums over the tokens of each sequence, and the metrics computed from them

@@ -164,7 +164,7 @@ class Tiles:
             for task in tasks:
                 function(task)
 
-    def kept_products(self) -> int:
+    def waiting_products(self) -> int:
         """Limit on products [tile_rows, H] that wait for their turn to be added to d_hidden."""
         return max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)
 

@@ -27,14 +27,14 @@ class Stopped(RuntimeError):
 class Sums:
     """Sums of terms that tasks compute in any order. The terms of each sum are added in a fixed order.
 
-    A term that arrives early is kept until the earlier terms are added. While `most_kept` terms are kept, a task with
+    A term that arrives early waits until the earlier terms are added. While `most_waiting` terms wait, a task with
     another early term waits. Tasks must start in the order of their terms, otherwise all threads could wait forever.
     """
 
-    def __init__(self, sums: int, most_kept: int) -> None:
+    def __init__(self, sums: int, most_waiting: int) -> None:
         self._added, self._adding = [0] * sums, [False] * sums
-        self._kept: list[dict[int, Callable[[], None]]] = [{} for _ in range(sums)]
-        self._room = most_kept
+        self._waiting: list[dict[int, Callable[[], None]]] = [{} for _ in range(sums)]
+        self._room = most_waiting
         self._moved = threading.Condition()
         self._stopped = False
 
@@ -44,7 +44,7 @@ class Sums:
             self._moved.wait_for(lambda: self._stopped or self._room > 0 or self._added[index] == number)
             if self._stopped:
                 raise Stopped
-            self._kept[index][number] = add_term
+            self._waiting[index][number] = add_term
             self._room -= 1
             if self._adding[index]:  # another thread is adding to this sum, and will add this term in its turn
                 return
@@ -59,7 +59,7 @@ class Sums:
     def _next(self, index: int) -> Callable[[], None] | None:
         """Pop the next term of a sum. If it has not arrived, return None, and this thread stops adding."""
         with self._moved:
-            term = self._kept[index].pop(self._added[index], None)
+            term = self._waiting[index].pop(self._added[index], None)
             self._adding[index] = term is not None
             return term
 

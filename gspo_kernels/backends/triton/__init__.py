@@ -2,7 +2,7 @@
 
 from .backward import head_backward
 from .cells.backward import choose
-from .forward import cache_rows, cell_shape, empty_kept, forward_and_keep, head_forward
+from .forward import cache_rows, cell_shape, empty_cached, forward_and_cache, head_forward
 from .pairs import pair_products, pair_sums
 from .sequence import policy_forward
 
@@ -10,8 +10,8 @@ __all__ = [
     "cache_rows",
     "cell_shape",
     "choose",
-    "empty_kept",
-    "forward_and_keep",
+    "empty_cached",
+    "forward_and_cache",
     "head_backward",
     "head_forward",
     "pair_products",

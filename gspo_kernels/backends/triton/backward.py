@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..precision import add_product, exact_products, write_product
-from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
+from ..rows import Cached, HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from .cells.backward import cell_backward, plan_all_cells, plan_cells
 from .gradient_rows import (
     GradientRows,
@@ -47,7 +47,7 @@ def head_backward(
     d_entropy: Tensor | None,
     needs: NeedsGradient,
     live_tiles: LiveTiles | None = None,
-    kept: Kept | None = None,
+    cached: Cached | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the head's operands; None where `needs` is False."""
     config = tile_config(head, "gradient")
@@ -59,10 +59,10 @@ def head_backward(
         plan = plan_cells(head, live_tiles, config)
         index = live_tiles.order[: plan.rows]
         if plan.sparse:
-            rows = gradient_rows(head, result, d_log_probs, None, index, ascending=False, kept=kept)
+            rows = gradient_rows(head, result, d_log_probs, None, index, ascending=False, cached=cached)
             return cell_backward(rows, rows_of_weight, config, needs, plan)
         index = index.sort().values
-    rows = gradient_rows(head, result, d_log_probs, d_entropy, index, kept=kept)
+    rows = gradient_rows(head, result, d_log_probs, d_entropy, index, cached=cached)
     if _sums_in_kernels(rows):
         return cell_backward(rows, rows_of_weight, config, needs, plan_all_cells(rows, config))
     gradients = _Gradients(rows, rows_of_weight, config, needs)

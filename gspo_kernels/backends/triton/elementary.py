@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .. import rows
 
-KEPT_FACTOR: tl.constexpr = tl.constexpr(rows.KEPT_FACTOR)
+CACHED_FACTOR: tl.constexpr = tl.constexpr(rows.CACHED_FACTOR)
 # Replaces a log-prob of -inf. Its exp is 0 in fp32 and fp64, and 0 times it is 0 instead of NaN.
 LOG_OF_NOTHING: tl.constexpr = tl.constexpr(-1000.0)
 # Log-ratios are cut off here for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
@@ -35,9 +35,9 @@ def operands(a, b, ACC: tl.constexpr):
 
 @triton.jit
 def lift(x, DTYPE: tl.constexpr):
-    """Round exponentials, which are at most 1, to DTYPE. For fp16, multiply them by KEPT_FACTOR first."""
+    """Round exponentials, which are at most 1, to DTYPE. For fp16, multiply them by CACHED_FACTOR first."""
     if DTYPE == tl.float16:
-        x = x * KEPT_FACTOR
+        x = x * CACHED_FACTOR
     if UPCAST and DTYPE == tl.bfloat16:  # the interpreter truncates, so round to even first
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...layout import accumulator
 from ...ranks.collectives import gather_tiles
 from ...ranks.shards import shard_of, widest_shard
-from ..rows import Cache, HeadResult, HeadRows, Kept
+from ..rows import Cache, Cached, HeadResult, HeadRows
 from .elementary import LOG_OF_NOTHING, fast_exp, finite, lift
 from .launch import launch
 from .logit_tile import (
@@ -60,7 +60,7 @@ def forward_tile(
     tile_mass,  # out, as tile_top
     tile_entropy,  # out, as tile_top; or None
     exponentials,  # out [C, column_blocks * BLOCK_V] in the order of `order`: exp(logit - tile_top); or None
-    n_kept,  # [1] int64: number of rows whose exponentials are written, rounded up to row blocks; or None
+    n_cached,  # [1] int64: number of rows whose exponentials are written, rounded up to row blocks; or None
     target_logit,  # out [N] in the order of `order`; not written for a target outside the vocabulary
     n_rows: tl.int64,
     row_blocks: tl.int32,
@@ -152,7 +152,7 @@ def forward_tile(
             mean = tl.sum(weights * tl.maximum(z, LOG_OF_NOTHING), 1)  # weights hold the NaN of z, if any
             tl.store(tile_entropy + at, tl.where(mass > 0, tl.log(mass) - mean / mass, mass), mask=valid)
         if exponentials is not None:
-            if row_block.to(tl.int64) * BLOCK_N < tl.load(n_kept):
+            if row_block.to(tl.int64) * BLOCK_N < tl.load(n_cached):
                 if CONFIG.descriptors:
                     exponentials.store([row_block * BLOCK_N, first_column], lift(weights, exponentials.dtype))
                 else:
@@ -163,34 +163,36 @@ def forward_tile(
 
 def head_forward(head: HeadRows) -> HeadResult:
     """Compute log-probs (and entropies) of the target ids. The host reads no values."""
-    return forward_and_keep(head)[0]
+    return forward_and_cache(head)[0]
 
 
-def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
-    """Compute log-probs and entropies. Keep tile probabilities if `shares`, and exponentials if `cache`."""
+def forward_and_cache(head: HeadRows, tile_mass: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Cached]:
+    """Compute log-probs and entropies. Cache tile probabilities if `tile_mass`, and exponentials if `cache`."""
     n = head.hidden.shape[0]
     dtype = accumulator(head.hidden.dtype)
     device = head.hidden.device
     log_probs, shift, log_total = (torch.empty(n, dtype=dtype, device=device) for _ in range(3))
     entropy = torch.empty(n if head.entropy else 0, dtype=dtype, device=device)
     result = HeadResult(log_probs, entropy, shift, log_total)
-    kept = empty_kept(head, shares, 0 if cache is None else cache.rows)
-    shares = kept.share.numel() > 0
+    cached = empty_cached(head, tile_mass, 0 if cache is None else cache.rows)
+    tile_mass = cached.tile_mass.numel() > 0
     config = tile_config(head, "forward")
     tiles, row_blocks = -(-head.vocab_size // config.block_v), -(-n // config.block_n)
     if n == 0:
-        return result, kept
+        return result, cached
     head = straighten(head, config)
-    order, count = _order(head.mask, cache, kept.n_kept)
+    order, count = _order(head.mask, cache, cached.n_cached)
     tile_results: dict[str, Any] = dict(
         order=order,
         n_unmasked=count,
-        tile_top=kept.top if cache else torch.empty(tiles, n, dtype=dtype, device=device),
-        tile_mass=kept.share if shares and not head.shard else torch.empty(tiles, n, dtype=dtype, device=device),
+        tile_top=cached.top if cache else torch.empty(tiles, n, dtype=dtype, device=device),
+        tile_mass=cached.tile_mass
+        if tile_mass and not head.shard
+        else torch.empty(tiles, n, dtype=dtype, device=device),
         tile_entropy=torch.empty(tiles, n, dtype=dtype, device=device) if head.entropy else None,
         target_logit=torch.full((n,), math.nan, dtype=dtype, device=device),
     )
-    exponentials: Any = kept.exponentials if cache else None
+    exponentials: Any = cached.exponentials if cache else None
     if cache and config.descriptors:
         exponentials = TensorDescriptor.from_tensor(exponentials, [config.block_n, config.block_v])
     launch(
@@ -200,14 +202,14 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
         **tile_arguments(head, gather_rows(head.hidden, order), config),
         **tile_results,
         exponentials=exponentials,
-        n_kept=kept.n_kept if cache else None,
-        stride_exponentials=kept.exponentials.stride(0),
+        n_cached=cached.n_cached if cache else None,
+        stride_exponentials=cached.exponentials.stride(0),
         target_ids=head.target_ids,
         row_blocks=row_blocks,
         column_blocks=tiles,
     )
     if head.shard:
-        tiles = _add_other_ranks(head.shard, tile_results, config.block_v, kept.share if shares else None)
+        tiles = _add_other_ranks(head.shard, tile_results, config.block_v, cached.tile_mass if tile_mass else None)
     launch(
         reduce_rows,
         -(-n // REDUCE_ROWS.block_n),
@@ -217,28 +219,28 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
         entropy=entropy if head.entropy else None,
         shift=shift,
         log_total=log_total,
-        place=kept.place if kept.place.numel() else None,
+        place=cached.place if cached.place.numel() else None,
         n_rows=n,
         n_tiles=tiles,
-        SHARES=shares,
+        HAS_TILE_MASS=tile_mass,
         ACC=triton_type(dtype),
         BLOCK_N=REDUCE_ROWS.block_n,
         BLOCK_T=REDUCE_TILES,
     )
-    return result, kept
+    return result, cached
 
 
-def _add_other_ranks(shard: str, tile_results: dict[str, Any], block_v: int, share: Tensor | None) -> int:
+def _add_other_ranks(shard: str, tile_results: dict[str, Any], block_v: int, tile_mass: Tensor | None) -> int:
     """Replace this rank's tile results in `tile_results` with the results of all ranks. Return the number of tiles.
 
-    If `share` is not None, the masses are stored in it.
+    If `tile_mass` is not None, the masses are stored in it.
     """
     names = [name for name in ("tile_top", "tile_mass", "tile_entropy") if tile_results[name] is not None]
     tables = [(tile_results[name], block_v) for name in names]
     gathered = gather_tiles(shard_of(shard), tables, tile_results["target_logit"])
     tile_results.update(zip([*names, "target_logit"], gathered, strict=True))
-    if share is not None:
-        tile_results["tile_mass"] = share.copy_(tile_results["tile_mass"])
+    if tile_mass is not None:
+        tile_results["tile_mass"] = tile_mass.copy_(tile_results["tile_mass"])
     return tile_results["tile_top"].shape[0]
 
 
@@ -247,16 +249,16 @@ def tiles_of_all_ranks(head: HeadRows, width: int) -> int:
     return sum(shard_of(head.shard).tiles(width)) if head.shard else -(-head.vocab_size // width)
 
 
-def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, Tensor]:
+def _order(mask: Tensor, cache: Cache | None, n_cached: Tensor) -> tuple[Tensor, Tensor]:
     """Order the rows for gathering, unmasked rows first, [N], and count the unmasked rows, [1].
 
-    With a cache, rows that may have a gradient come first. Their number, limited by the cache, is written to `n_kept`.
+    With a cache, rows that may have a gradient come first. `n_cached` gets their number, limited by the cache.
     """
     rank = mask.view(torch.uint8)
     if cache is not None:
-        kept = mask & cache.may_have_gradient
-        torch.clamp(kept.sum().reshape(1), max=cache.rows, out=n_kept)
-        rank = rank + kept.view(torch.uint8)
+        cacheable = mask & cache.may_have_gradient
+        torch.clamp(cacheable.sum().reshape(1), max=cache.rows, out=n_cached)
+        rank = rank + cacheable.view(torch.uint8)
     return rank.sort(stable=True, descending=True).indices, mask.sum().reshape(1)
 
 
@@ -270,20 +272,20 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     return blocks * config.block_n
 
 
-def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
+def empty_cached(head: HeadRows, tile_mass: bool, cache_rows: int) -> Cached:
     """Allocate what the forward keeps, uninitialized. Tensors that are not requested are empty."""
     config = tile_config(head, "forward")
     n = head.hidden.shape[0]
     tiles = -(-head.vocab_size // config.block_v)
     make = partial(torch.empty, device=head.hidden.device)
-    shares = shares and cell_shape(head) is not None
+    tile_mass = tile_mass and cell_shape(head) is not None
     dtype = accumulator(head.hidden.dtype)
-    return Kept(
-        place=make(n if shares or cache_rows else 0, dtype=torch.int64),
-        share=make((tiles_of_all_ranks(head, config.block_v), n) if shares else (0, 0), dtype=dtype),
+    return Cached(
+        place=make(n if tile_mass or cache_rows else 0, dtype=torch.int64),
+        tile_mass=make((tiles_of_all_ranks(head, config.block_v), n) if tile_mass else (0, 0), dtype=dtype),
         exponentials=make((cache_rows, tiles * config.block_v) if cache_rows else (0, 0), dtype=head.hidden.dtype),
         top=make((tiles, n) if cache_rows else (0, 0), dtype=dtype),
-        n_kept=make(1 if cache_rows else 0, dtype=torch.int64),
+        n_cached=make(1 if cache_rows else 0, dtype=torch.int64),
     )
 
 

@@ -15,9 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...layout import accumulator
 from ..live_tiles import is_captured, leading
 from ..precision import add_product, power_of_two
-from ..rows import HeadResult, HeadRows, Kept
+from ..rows import Cached, HeadResult, HeadRows
+from .cached_tile import launch_cached_tile
 from .gradient_tile import gradient_tile
-from .kept_tile import launch_kept_tile
 from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
 from .tuning import Config
@@ -50,8 +50,8 @@ class GradientRows:
     index: Tensor  # [n] rows to gather, ascending; for selected cells, ordered by mass
     index_is_all_rows: bool  # True only if the host knows that index is 0 ... N - 1
     boost: Tensor | None  # [] power of two that lifts fp16 gradients above fp16's smallest exponent
-    kept: Kept | None  # exponentials that the forward kept, if any
-    n_kept: Tensor | None  # []: number of leading rows of `index` whose exponentials are kept, if any are
+    cached: Cached | None  # exponentials that the forward cached, if any
+    n_cached: Tensor | None  # []: number of leading rows of `index` whose exponentials are cached, if any are
 
     def hidden(self, rows: slice) -> Tensor:
         """Gather the hidden states of a chunk, `index[rows]`, [rows, H]."""
@@ -74,7 +74,7 @@ def gradient_rows(
     d_entropy: Tensor | None,
     index: Tensor | None = None,
     ascending: bool = True,
-    kept: Kept | None = None,
+    cached: Cached | None = None,
 ) -> GradientRows:
     """Collect the per-row inputs of the backward, and find the rows to gather.
 
@@ -101,10 +101,10 @@ def gradient_rows(
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
         boost = power_of_two(d_log_probs * torch.expm1(result.log_probs), d_entropy, has_gradient, slope)
     index_is_all_rows = ascending and may_read(has_gradient) and index.shape[0] == n
-    kept = None if kept is None or not kept.exponentials.numel() else kept
-    n_kept = None if kept is None else leading(((kept.place < kept.n_kept) | ~has_gradient)[index])
+    cached = None if cached is None or not cached.exponentials.numel() else cached
+    n_cached = None if cached is None else leading(((cached.place < cached.n_cached) | ~has_gradient)[index])
     return GradientRows(
-        head, result, d_log_probs, d_entropy, has_gradient, index, index_is_all_rows, boost, kept, n_kept
+        head, result, d_log_probs, d_entropy, has_gradient, index, index_is_all_rows, boost, cached, n_cached
     )
 
 
@@ -173,13 +173,13 @@ def gradient_of_tiles(
         high=high,
         width=d_logits.shape[1],
         by_tile=None if part is None else part.by_tile,
-        n_kept=rows.n_kept,
+        n_cached=rows.n_cached,
         first_row=chunk.start,
         first_cell=0 if part is None else part.first_cell,
         part_row_blocks=0 if part is None else part.row_blocks,
     )
-    if rows.kept is not None:
-        launch_kept_tile(rows.kept, programs, config, operands | shared, d_logits)
+    if rows.cached is not None:
+        launch_cached_tile(rows.cached, programs, config, operands | shared, d_logits)
     out: Any = d_logits
     if config.descriptors and part is None:
         out = TensorDescriptor.from_tensor(d_logits, [config.block_n, config.block_v])

@@ -1,7 +1,7 @@
 """The backward kernel: recompute a tile of logits and write its gradient, d_logits.
 
 Formulas: `backward.py`. Must match `LogitGradients.d_logits` of the torch backend's `backward.py`. Tiles whose
-exponentials the forward kept are computed by `kept_tile.py` instead.
+exponentials the forward cached are computed by `cached_tile.py` instead.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -60,7 +60,7 @@ def gradient_tile(
     d_entropy,  # or None
     boost,  # []: d_logits are multiplied by it before they are rounded; or None
     by_tile,  # `CellLists.by_tile` if only the cells of a part are computed, or None
-    n_kept,  # []: `kept_tile` computes the row blocks before this row; or None
+    n_cached,  # []: `cached_tile` computes the row blocks before this row; or None
     d_logits,  # out [n, width], or for a part [cells, BLOCK_N, BLOCK_V]
     n_rows: tl.int64,
     row_blocks: tl.int32,
@@ -99,8 +99,8 @@ def gradient_tile(
         row_block, tile = cell % part_row_blocks, cell // part_row_blocks
     else:
         row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP=CONFIG.group)
-    if n_kept is not None:
-        if first_row + tl.minimum((row_block + 1).to(tl.int64) * BLOCK_N, n_rows) <= tl.load(n_kept):
+    if n_cached is not None:
+        if first_row + tl.minimum((row_block + 1).to(tl.int64) * BLOCK_N, n_rows) <= tl.load(n_cached):
             return
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(index + tl.minimum(n, n_rows - 1))

@@ -39,15 +39,15 @@ def reduce_rows(
     place,  # out [N] int64: index of each row in tile_mass; or None
     n_rows: tl.int64,
     n_tiles: tl.int32,
-    SHARES: tl.constexpr,
+    HAS_TILE_MASS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Compute log_prob = -softplus(log-sum-exp of the others - z_target), shift, log_total and entropy.
 
-    On peaked rows, subtracting the log-sum-exp of all columns from z_target would lose 1 - p. If SHARES, tile_mass is
-    overwritten with the probability of each tile, without the target's column.
+    On peaked rows, subtracting the log-sum-exp of all columns from z_target would lose 1 - p. If HAS_TILE_MASS,
+    tile_mass is overwritten with the probability of each tile, without the target's column.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = n < tl.load(n_unmasked)
@@ -93,7 +93,7 @@ def reduce_rows(
         tl.store(entropy + rows, tl.where(valid, total, 0.0), mask=inside)
     if place is not None:
         tl.store(place + rows, n, mask=inside)
-    if SHARES:
+    if HAS_TILE_MASS:
         _store_shares(
             tiles, top_all, log_total=larger, n=n, valid=valid, n_rows=n_rows, n_tiles=n_tiles, BLOCK_T=BLOCK_T
         )

@@ -25,8 +25,8 @@ from ...metrics import NAMES
 from ...objective import RATIOS, Objective
 from ..rows import PolicyResult, PolicyRows
 from .launch import launch
-from .surrogates import TOKEN_MEAN, TOKEN_RATIO, Bounds, objective_arguments, share_of_token
-from .token_passes import Shares, TokenInputs, TokenOutputs, add_ratio_gradient, sequence_log_ratio, sum_tokens
+from .surrogates import TOKEN_MEAN, TOKEN_RATIO, Bounds, objective_arguments, weight_of_token
+from .token_passes import TokenInputs, TokenOutputs, Weights, add_ratio_gradient, sequence_log_ratio, sum_tokens
 from .totals import (
     COUNT_POSITIVE,
     ENTROPY,
@@ -130,24 +130,24 @@ def sequence_loss(
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
     length = tl.load(lengths + i)
     divisor = divisor_of(normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.AGGREGATION, ACC=ACC, BLOCK=BLOCK)
-    share = share_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.AGGREGATION, ACC=ACC)
-    kl_share = tl.zeros_like(share)
+    weight = weight_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.AGGREGATION, ACC=ACC)
+    kl_weight = tl.zeros_like(weight)
     if OBJECTIVE.HAS_KL:
         divisor = divisor_of(
             kl_normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC, BLOCK=BLOCK
         )
-        kl_share = share_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC)
-        kl_share = tl.full([], kl_coef, ACC) * kl_share
+        kl_weight = weight_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC)
+        kl_weight = tl.full([], kl_coef, ACC) * kl_weight
     if tl.load(invalid) != 0:
-        share = share * float("nan")
-        kl_share = kl_share * float("nan")
-    shares = Shares(policy=share, kl=kl_share, entropy=-tl.full([], entropy_coef, ACC) * share)
+        weight = weight * float("nan")
+        kl_weight = kl_weight * float("nan")
+    weights = Weights(policy=weight, kl=kl_weight, entropy=-tl.full([], entropy_coef, ACC) * weight)
     u = tl.full([], 0.0, ACC)
     if OBJECTIVE.RATIO != TOKEN_RATIO:
         u = sequence_log_ratio(tokens, bounds, begin=begin, end=end, length=length, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)
         tl.store(log_ratio + i, u)
     outputs = TokenOutputs(log_ratio=log_ratio, coefficient=coefficient, entropy_coefficient=entropy_coefficient)
-    sums = sum_tokens(tokens, outputs, shares, bounds, u=u, begin=begin, end=end, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)
+    sums = sum_tokens(tokens, outputs, weights, bounds, u=u, begin=begin, end=end, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)
     # The gradient through a sequence's ratio needs a sum over its tokens, so a second loop adds it. The loop reads
     # coefficients that other threads wrote, hence the barrier.
     tl.debug_barrier()
@@ -157,7 +157,7 @@ def sequence_loss(
         outputs,
         bounds,
         mean_d_log_ratio=mean_d_log_ratio,
-        entropy_share=shares.entropy,
+        entropy_weight=weights.entropy,
         begin=begin,
         end=end,
         OBJECTIVE=OBJECTIVE,

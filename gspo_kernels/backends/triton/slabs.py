@@ -50,7 +50,7 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
     # At most a third for gathered hidden states, and at most half for d_logits of one tile of columns.
     per_element = bytes_per_entry(head, unrounded)
     most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
-    chunks = shares(-(-n // config.block_n), most // config.block_n)
+    chunks = equal_parts(-(-n // config.block_n), most // config.block_n)
     rows = max(min(chunks.size * config.block_n, n), 1)
     gather_once = n * width * size <= space // 3
     slab_of_weight = 4 * width if size == 2 and not (direct and chunks.number == 1) else 0
@@ -84,12 +84,12 @@ def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int)
     return min(range(most, most // 2, -1), key=waves)
 
 
-class Shares(NamedTuple):
+class Parts(NamedTuple):
     number: int
-    size: int  # of every share except the last, which may be smaller
+    size: int  # of every part except the last, which may be smaller
 
 
-def shares(total: int, most: int) -> Shares:
-    """Divide `total` blocks into as few shares as possible, of at most `most` blocks each, of nearly equal size."""
+def equal_parts(total: int, most: int) -> Parts:
+    """Divide `total` blocks into as few parts as possible, of at most `most` blocks each, of nearly equal size."""
     number = max(-(-total // max(most, 1)), 1)
-    return Shares(number, max(-(-total // number), 1))
+    return Parts(number, max(-(-total // number), 1))

@@ -209,14 +209,14 @@ def divergence_times(kl, ratio):
 
 
 @triton.jit
-def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, ACC: tl.constexpr):
+def weight_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, ACC: tl.constexpr):
     """A token's aggregation weight, divided by the normalizer, in a sequence of `length` unmasked tokens."""
-    share = tl.full([], 1.0, ACC)
+    weight = tl.full([], 1.0, ACC)
     if AGGREGATION == TOKEN_MEAN_OF_SEQUENCE:
-        share = share / tl.maximum(length, 1.0)
+        weight = weight / tl.maximum(length, 1.0)
     elif AGGREGATION == TOKEN_SUM_OVER_NORM:
-        share = share / tl.full([], length_norm, ACC)
-    return share / normalizer
+        weight = weight / tl.full([], length_norm, ACC)
+    return weight / normalizer
 
 
 def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.dtype) -> dict[str, Any]:

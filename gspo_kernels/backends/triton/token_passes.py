@@ -57,7 +57,7 @@ class TokenOutputs(NamedTuple):
     entropy_coefficient: Any  # or None
 
 
-class Shares(NamedTuple):
+class Weights(NamedTuple):
     """Weights of a sequence's tokens, divided by the normalizers."""
 
     policy: Any
@@ -102,7 +102,7 @@ def sequence_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constex
 
 
 @triton.jit
-def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
+def sum_tokens(tokens, outputs, weights, bounds, u, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the TokenSums and write coefficients. For ratio="sequence", `add_ratio_gradient` completes them."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     loss = tl.zeros([BLOCK], tl.float64)
@@ -115,7 +115,7 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
         r = token_log_ratio(tokens.log_probs, tokens.old_log_probs, t, unmasked)
         log_ratio = r if OBJECTIVE.RATIO == TOKEN_RATIO else tl.where(unmasked, u, 0.0)
         loss_t, d_log_ratio_t, d_log_prob_t, low, high = _policy_term(
-            tokens, shares, bounds, t=t, unmasked=unmasked, log_ratio=log_ratio, r=r, OBJECTIVE=OBJECTIVE
+            tokens, weights, bounds, t=t, unmasked=unmasked, log_ratio=log_ratio, r=r, OBJECTIVE=OBJECTIVE
         )
         if tokens.ref_log_probs is not None:
             lp = tl.load(tokens.log_probs + t, mask=unmasked, other=0.0)
@@ -123,9 +123,9 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
             kl, kl_slope = kl_and_slope(d, r, ESTIMATOR=OBJECTIVE.KL_ESTIMATOR)
             kl_sum += tl.where(unmasked, kl, 0.0).to(tl.float64)
             if OBJECTIVE.HAS_KL:
-                factor = tl.where(unmasked, shares.kl, 0.0)
+                factor = tl.where(unmasked, weights.kl, 0.0)
                 if OBJECTIVE.KL_RATIO_FACTOR:
-                    factor = tl.where(unmasked, shares.kl * tl.exp(log_ratio), 0.0)
+                    factor = tl.where(unmasked, weights.kl * tl.exp(log_ratio), 0.0)
                     d_log_ratio_t += divergence_times(kl, factor)
                 loss_t += divergence_times(kl, factor)
                 d_log_prob_t += divergence_times(kl_slope, factor)
@@ -133,7 +133,7 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
             h = tl.load(tokens.entropy + t, mask=unmasked, other=0.0)
             entropy_sum += h.to(tl.float64)
             if outputs.entropy_coefficient is not None:
-                loss_t += shares.entropy * h
+                loss_t += weights.entropy * h
         if OBJECTIVE.RATIO == SEQUENCE_RATIO:
             d_log_ratio += tl.where(unmasked, d_log_ratio_t, 0.0).to(tl.float64)
         else:
@@ -164,7 +164,7 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
 
 
 @triton.jit
-def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: tl.constexpr):
+def _policy_term(tokens, weights, bounds, t, unmasked, log_ratio, r, OBJECTIVE: tl.constexpr):
     """Compute the policy term of the loss, its d_log_ratio and d_log_prob, and whether a lower or an upper bound binds.
 
     `log_ratio` is the surrogate's log-ratio, `r` the token's.
@@ -182,16 +182,16 @@ def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: t
     if tokens.token_weights is not None:
         weight = tl.load(tokens.token_weights + t, mask=unmasked, other=0.0)
         value, slope = multiply_no_nan(weight, value), multiply_no_nan(weight, slope)
-    d_log_ratio, loss, d_log_prob = shares.policy * slope, shares.policy * value, tl.zeros_like(r)
+    d_log_ratio, loss, d_log_prob = weights.policy * slope, weights.policy * value, tl.zeros_like(r)
     if OBJECTIVE.IS_SCORE:  # the slope is with respect to the token's log-prob
         lp = tl.load(tokens.log_probs + t, mask=unmasked, other=0.0)
-        d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio, multiply_no_nan(shares.policy * value, lp)
+        d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio, multiply_no_nan(weights.policy * value, lp)
     return loss, d_log_ratio, d_log_prob, low, high
 
 
 @triton.jit
 def add_ratio_gradient(
-    tokens, outputs, bounds, mean_d_log_ratio, entropy_share, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr
+    tokens, outputs, bounds, mean_d_log_ratio, entropy_weight, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add `mean_d_log_ratio`, the gradient through a sequence's ratio, to its coefficients (for ratio="sequence").
 
@@ -214,7 +214,7 @@ def add_ratio_gradient(
             tl.store(outputs.coefficient + t, coefficient, mask=t < end)
         no_gradient = coefficient == 0
         if outputs.entropy_coefficient is not None:
-            entropy_coefficient = tl.where(unmasked, entropy_share, 0.0)
+            entropy_coefficient = tl.where(unmasked, entropy_weight, 0.0)
             tl.store(outputs.entropy_coefficient + t, entropy_coefficient, mask=t < end)
             no_gradient &= entropy_coefficient == 0
         n_no_gradient += (unmasked & no_gradient).to(tl.int32)

@@ -83,7 +83,7 @@ _PRODUCT_ON = {(8, name): Config(64, 64, 16, 8, 2) for name in ("sm_89", "sm_120
 _PRODUCT_ON |= {(4, name): Config(32, 64, 32, 8, 2) for name in ("sm_100", "sm_103")}
 _AMD_STAGES = 2  # with three, Triton 3.9.0 fails to compile the products for gfx950
 
-KEPT_STEP = 64  # columns that `kept_tile` computes at a time
+CACHED_STEP = 64  # columns that `cached_tile` computes at a time
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # block_n: tokens of a sequence that the kernels of the loss process at a time.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ... import live_tiles
 from ...live_tiles import Work
-from ...rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
+from ...rows import Cached, HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from ..gradient_rows import (
     CellRange,
     GradientRows,
@@ -31,7 +31,7 @@ from ..gradient_rows import (
     scatter_in_place,
     torch_rounds,
 )
-from ..slabs import bytes_per_entry, multiplies_copies, shares
+from ..slabs import bytes_per_entry, equal_parts, multiplies_copies
 from ..tuning import Config
 from .lists import CellLists, Part, cell_lists
 from .products import product_of_hidden, product_of_weight
@@ -48,12 +48,12 @@ class CellPlan(NamedTuple):
 
 
 def choose(
-    head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
+    head: HeadRows, result: HeadResult, coefficient: Tensor, cached: Cached, cell: tuple[int, int], budget: float
 ) -> tuple[LiveTiles, Work]:
     """Choose the cells to compute (`backends/live_tiles.py`)."""
     # If the dense backward would run in these kernels too, leaving out any cell saves time.
     pays_below = math.inf if multiplies_copies(head) else None
-    return live_tiles.choose(head, result, coefficient, kept, cell, budget, pays_below)
+    return live_tiles.choose(head, result, coefficient, cached, cell, budget, pays_below)
 
 
 def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPlan:
@@ -81,7 +81,7 @@ def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
 def lists_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int]:
     """List `cells` [row blocks, tiles] bool. Also return the rows per chunk, at most a third of the workspace."""
     row_bytes = head.hidden.shape[1] * head.hidden.dtype.itemsize
-    chunk = shares(cells.shape[0], head.workspace // 3 // (row_bytes * config.block_n)).size
+    chunk = equal_parts(cells.shape[0], head.workspace // 3 // (row_bytes * config.block_n)).size
     return cell_lists(cells.contiguous(), chunk), chunk * config.block_n
 
 

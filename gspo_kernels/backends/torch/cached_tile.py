@@ -1,4 +1,4 @@
-"""Tiles of the exponentials that the forward kept, so that the backward need not recompute their logits."""
+"""Tiles of the exponentials that the forward cached, so that the backward need not recompute their logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ranks.shards import shard_of, widest_shard
 from ..live_tiles import leading
-from ..rows import KEPT_FACTOR, HeadResult, HeadRows, Kept
+from ..rows import CACHED_FACTOR, Cached, HeadResult, HeadRows
 from .tiles import Tiles, tiling
 
 
@@ -25,7 +25,7 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     return most
 
 
-def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
+def empty_cached(head: HeadRows, tile_mass: bool, cache_rows: int) -> Cached:
     """Allocate what the forward keeps. Tensors that are not requested are empty."""
     tiles = tiling(head)
     n = head.hidden.shape[0]
@@ -35,41 +35,41 @@ def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
     if head.shard:
         cells = sum(shard_of(head.shard).tiles(tiles.cell_columns))
     make = partial(torch.empty, device=head.hidden.device)
-    return Kept(
-        place=make(n if shares or cache_rows else 0, dtype=torch.int64),
-        share=make((cells, padded) if shares else (0, 0), dtype=tiles.dtype).zero_(),
+    return Cached(
+        place=make(n if tile_mass or cache_rows else 0, dtype=torch.int64),
+        tile_mass=make((cells, padded) if tile_mass else (0, 0), dtype=tiles.dtype).zero_(),
         exponentials=make((cache_rows, head.vocab_size) if cache_rows else (0, 0), dtype=head.hidden.dtype),
         top=make((slabs, padded) if cache_rows else (0, 0), dtype=tiles.dtype).zero_(),
-        n_kept=make(1 if cache_rows else 0, dtype=torch.int64),
+        n_cached=make(1 if cache_rows else 0, dtype=torch.int64),
     )
 
 
 def lift(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round exponentials, which are at most 1, to `dtype`. For fp16, multiply them by KEPT_FACTOR first."""
-    return (x * KEPT_FACTOR if dtype == torch.float16 else x).to(dtype)
+    """Round exponentials, which are at most 1, to `dtype`. For fp16, multiply them by CACHED_FACTOR first."""
+    return (x * CACHED_FACTOR if dtype == torch.float16 else x).to(dtype)
 
 
-class KeptTiles:
-    """Tiles of p = exp(log_scale) E for the first gathered rows, where E are the kept exponentials.
+class CachedTiles:
+    """Tiles of p = exp(log_scale) E for the first gathered rows, where E are the cached exponentials.
 
     log_scale is constant within a row of a slab, so p costs one multiplication per entry.
     """
 
-    def __init__(self, tiles: Tiles, kept: Kept, result: HeadResult) -> None:
+    def __init__(self, tiles: Tiles, cached: Cached, result: HeadResult) -> None:
         self.tiles = tiles
-        self.exponentials = kept.exponentials
+        self.exponentials = cached.exponentials
         slabs = len(tiles.slabs)
-        if kept.top.shape[0] != slabs:
+        if cached.top.shape[0] != slabs:
             raise RuntimeError(
-                "TunableOp must not be switched on or off between forward and backward: the forward kept "
-                f"{kept.top.shape[0]} slabs of exponentials, and the backward has {slabs}"
+                "TunableOp must not be switched on or off between forward and backward: the forward cached "
+                f"{cached.top.shape[0]} slabs of exponentials, and the backward has {slabs}"
             )
-        self.rows = int(leading((kept.place < kept.n_kept)[tiles.index]))
+        self.rows = int(leading((cached.place < cached.n_cached)[tiles.index]))
         index = tiles.index[: self.rows]
-        self.place = kept.place[index]  # [rows]
-        log_scale = kept.top[:, self.place] - result.shift[index] - result.log_total[index]  # [slabs, rows]
+        self.place = cached.place[index]  # [rows]
+        log_scale = cached.top[:, self.place] - result.shift[index] - result.log_total[index]  # [slabs, rows]
         if self.exponentials.dtype == torch.float16:
-            log_scale -= math.log(KEPT_FACTOR)
+            log_scale -= math.log(CACHED_FACTOR)
         self.log_scale = F.pad(log_scale, (0, tiles.padded - self.rows))  # [slabs, padded]
         self.places = self._places()
 
@@ -86,7 +86,7 @@ class KeptTiles:
         return {start: (first, last, near == 1) for start, (first, last, near) in zip(chunks, host, strict=True)}
 
     def hold(self, rows: slice) -> bool:
-        """True if the exponentials of all rows of a chunk were kept."""
+        """True if the exponentials of all rows of a chunk were cached."""
         return min(rows.stop, self.tiles.count) <= self.rows
 
     def scale(self, rows: slice, low: int) -> Tensor:

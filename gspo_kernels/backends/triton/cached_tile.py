@@ -1,6 +1,6 @@
-"""The backward kernel for tiles with kept exponentials: compute d_logits without a matrix product.
+"""The backward kernel for tiles with cached exponentials: compute d_logits without a matrix product.
 
-Formulas: `backward.py`. Must match the torch backend's `kept_tile.py`.
+Formulas: `backward.py`. Must match the torch backend's `cached_tile.py`.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import Kept
-from .elementary import KEPT_FACTOR, LOG_OF_NOTHING, at_most
+from ..rows import Cached
+from .elementary import CACHED_FACTOR, LOG_OF_NOTHING, at_most
 from .gradient_tile import RowInputs, gradient_of_target, row_slope
 from .launch import launch
 from .logit_tile import grouped, target_column
-from .tuning import KEPT_STEP, Config
+from .tuning import CACHED_STEP, Config
 
 
 @triton.jit(
@@ -37,11 +37,11 @@ from .tuning import KEPT_STEP, Config
         "vocab_size",
     ]
 )  # fmt: skip  # a list of names
-def kept_tile(
-    exponentials,  # [C, columns]: this and the next two are fields of `Kept`
+def cached_tile(
+    exponentials,  # [C, columns]: this and the next two are fields of `Cached`
     top,
     place,
-    n_kept,  # []: only the row blocks before this row are computed
+    n_cached,  # []: only the row blocks before this row are computed
     temperature,  # [] or [N], or None
     target_ids,  # [N] int64
     index,  # [n] int64: rows of the batch
@@ -73,7 +73,7 @@ def kept_tile(
     CONFIG: tl.constexpr,
     STEP: tl.constexpr,  # columns computed at a time
 ):
-    """Write d_logits of a tile, as `gradient_tile` does, from the kept exponentials E: p = E exp(top - log-sum-exp).
+    """Write d_logits of a tile, as `gradient_tile` does, from the cached exponentials E: p = E exp(top - log-sum-exp).
 
     Cost of a slab of C columns: n C values read, n C written.
     """
@@ -85,7 +85,7 @@ def kept_tile(
         row_block, tile = cell % part_row_blocks, cell // part_row_blocks
     else:
         row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP=CONFIG.group)
-    if first_row + tl.minimum((row_block + 1).to(tl.int64) * BLOCK_N, n_rows) > tl.load(n_kept):
+    if first_row + tl.minimum((row_block + 1).to(tl.int64) * BLOCK_N, n_rows) > tl.load(n_cached):
         return
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(index + tl.minimum(n, n_rows - 1))
@@ -103,7 +103,7 @@ def kept_tile(
     if d_entropy is not None:
         has_gradient |= tl.load(d_entropy + rows) != 0.0
     has_gradient &= n < n_rows
-    at = tl.where(has_gradient, tl.load(place + rows), 0)  # rows without a gradient may not be kept
+    at = tl.where(has_gradient, tl.load(place + rows), 0)  # rows without a gradient may not be cached
     shift_of_row = tl.where(has_gradient, tl.load(shift + rows), 0.0)
     log_total_of_row = tl.where(has_gradient, tl.load(log_total + rows), 0.0)
     tile_of_forward = low // BLOCK_V + tile
@@ -121,7 +121,7 @@ def kept_tile(
         to = exponentials + at[:, None] * stride_exponentials + columns[None, :]
         e = tl.load(to, mask=has_gradient[:, None], other=0.0).to(ACC)
         if exponentials.dtype.element_ty == tl.float16:
-            e *= 1.0 / KEPT_FACTOR
+            e *= 1.0 / CACHED_FACTOR
         is_target = columns[None, :] == target[:, None]
         if HEAD.HAS_SOFTCAP or d_entropy is not None:
             log_p = tl.where(e > 0, tl.log(e), LOG_OF_NOTHING) + log_scale[:, None]
@@ -134,7 +134,7 @@ def kept_tile(
             d = e * (tl.exp(log_scale) * scale)[:, None]
         d = tl.where(is_target, d_target[:, None], d)
         if HEAD.HAS_SOFTCAP:
-            # The target's logit is not kept. Where an exponential was rounded to 0, d is 0.
+            # The target's logit is not cached. Where an exponential was rounded to 0, d is 0.
             target_log_p = tl.where(has_gradient, tl.load(log_probs + rows), 0.0)
             capped = tl.where(is_target, target_log_p[:, None], log_p) + (shift_of_row + log_total_of_row)[:, None]
             capped /= tl.full([], logit_softcap, ACC)
@@ -151,20 +151,22 @@ def kept_tile(
             tl.store(slab_at, d, mask=(n[:, None] < n_rows) & (column < width))
 
 
-def launch_kept_tile(kept: Kept, programs: int, config: Config, arguments: dict[str, Any], d_logits: Tensor) -> None:
-    """Launch `kept_tile` with the arguments of `gradient_tile`, from which the head's operands are removed."""
+def launch_cached_tile(
+    cached: Cached, programs: int, config: Config, arguments: dict[str, Any], d_logits: Tensor
+) -> None:
+    """Launch `cached_tile` with the arguments of `gradient_tile`, from which the head's operands are removed."""
     matrices = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight", "hidden_size")
     unused = {name for name in arguments if name.startswith(tuple(f"stride_{x}" for x in matrices)) or name in matrices}
     launch(
-        kept_tile,
+        cached_tile,
         programs,
         config,
-        exponentials=kept.exponentials,
-        top=kept.top,
-        place=kept.place,
-        stride_exponentials=kept.exponentials.stride(0),
-        stride_top=kept.top.stride(0),
+        exponentials=cached.exponentials,
+        top=cached.top,
+        place=cached.place,
+        stride_exponentials=cached.exponentials.stride(0),
+        stride_top=cached.top.stride(0),
         d_logits=d_logits,
-        STEP=KEPT_STEP,
+        STEP=CACHED_STEP,
         **{name: x for name, x in arguments.items() if name not in unused},
     )

@@ -29,7 +29,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "aggregation weight not divided by the length": (
         "_weight_of_token",
-        "[-share = share / lengths.clamp(min=1)-]{+pass+}",
+        "[-weight = weight / lengths.clamp(min=1)-]{+pass+}",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "token weights also multiply the KL": (

@@ -87,7 +87,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "KL clipped with the ratio": (
         "sum_tokens",
-        "factor = tl.where(unmasked{+ & (d_log_ratio_t != 0)+}, shares.kl, 0.0)",
+        "factor = tl.where(unmasked{+ & (d_log_ratio_t != 0)+}, weights.kl, 0.0)",
         f"{OBJECTIVE}[triton-padded-k3]",
     ),
     "log-ratios summed in fp32": (
@@ -117,7 +117,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "cispo: gradient through the importance weight": (
         "_policy_term",
-        "[-d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio,-]{+loss =+} multiply_no_nan(shares.policy * "
+        "[-d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio,-]{+loss =+} multiply_no_nan(weights.policy * "
         "value, lp)",
         f"{OBJECTIVE}[triton-packed-per-token-weights-cispo-sequence]",
     ),

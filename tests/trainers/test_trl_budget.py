@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import LiveBytes
-from helpers.tile_choices import Chosen, choices, d_logits, kept, small_tiles
+from helpers.tile_choices import Chosen, choices, d_logits, live_entries, small_tiles
 from helpers.trl_trainer import SEQUENCE, SHAPE, make_trainer, replace_log_probs, tokenizer
 
 pytest.importorskip("trl", minversion="1.15")
@@ -81,7 +81,7 @@ def step_logs(trainer: Any) -> list[dict[str, float]]:
 def dropped(chosen: Chosen) -> tuple[float, float, Tensor]:
     """Return the dropped and the whole L1 mass of d_logits, and the part of the head's gradient that is missing."""
     d, _ = d_logits(chosen)
-    keep = kept(chosen)
+    keep = live_entries(chosen)
     left_out = torch.where(keep, 0, d)
     missing = left_out.t() @ chosen.head.hidden.double()
     return left_out.abs().sum().item(), d.abs().sum().item(), missing
@@ -292,19 +292,19 @@ def test_invalid_settings_are_refused(setting: dict[str, Any], tmp_path: Path) -
     assert "training_step" not in vars(trainer)
 
 
-def test_calls_without_autograd_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_by_calls: list[tuple[bool, bool]] = []
+def test_calls_without_autograd_cache_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached_by_calls: list[tuple[bool, bool]] = []
     forward = torch_backend.forward_and_cache
 
-    def watched(head: Any, shares: bool = False, cache: Any = None) -> Any:
-        kept_by_calls.append((shares, cache is not None))
-        return forward(head, shares, cache)
+    def watched(head: Any, tile_mass: bool = False, cache: Any = None) -> Any:
+        cached_by_calls.append((tile_mass, cache is not None))
+        return forward(head, tile_mass, cache)
 
     monkeypatch.setattr(torch_backend, "forward_and_cache", watched)
     train(tmp_path, {"gradient_budget": 1e-3, "cache_mib": 1}, beta=0.1)
     # Old and reference log-probs of the rollout, then the two micro-batches of the step.
-    assert kept_by_calls.count((True, True)) == 2 and kept_by_calls.count((False, False)) >= 2
-    assert len(kept_by_calls) == 2 + kept_by_calls.count((False, False))
+    assert cached_by_calls.count((True, True)) == 2 and cached_by_calls.count((False, False)) >= 2
+    assert len(cached_by_calls) == 2 + cached_by_calls.count((False, False))
 
 
 def test_the_backend_of_a_device_is_named_with_its_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.pages import VERL_BUDGET
-from helpers.tile_choices import choices, d_logits, kept, small_tiles
+from helpers.tile_choices import choices, d_logits, live_entries, small_tiles
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 from tolerance import DROPPED_MASS_RELATIVE, TRAINER_GRADIENT_RELATIVE
 
@@ -61,7 +61,7 @@ def budget_main(rank: int, folder: Path) -> None:
         # The weight of the update is a copy that FSDP gathers. Its storage may be reused, so insert the weight.
         chosen = chosen._replace(head=chosen.head._replace(weight=weight))
         d = d_logits(chosen)[0].abs()
-        masses.append(torch.stack([d[~kept(chosen)].sum(), d.sum()]))
+        masses.append(torch.stack([d[~live_entries(chosen)].sum(), d.sum()]))
     dropped, mass = torch.stack(masses).sum(0).tolist()
     assert metrics["gspo/dropped_gradient_mass"] == pytest.approx([dropped / mass], rel=DROPPED_MASS_RELATIVE)
     assert 0 < dropped / mass <= BUDGET

@@ -18,7 +18,7 @@ from .checkpoints import replacing
 from .config import InputError, TrainConfig
 from .config_file import TYPES, convert, key_values, train_config
 from .data import Reward, components_of, load_reward, read_examples
-from .held_out import Estimate, check_failures, collect, columns, estimate, pass_at_k, rewards_by_prompt
+from .held_out import Estimate, check_failures, collect, columns, estimate, lines_of, pass_at_k, rewards_by_prompt
 from .loading import ADAPTER, load_policy, pick_device, set_seed
 from .policy import Policy
 from .report import HELD_OUT, model_of_run, read_rows
@@ -260,7 +260,7 @@ def evaluate(
     for kind, n in (("greedy", 0), *([("sampled", options.n)] if options.n else [])):
         parts = []
         for sampled, rewards in batches_of(evaluation, policy, task, n):
-            answers += [line_of(kind, *pair) for pair in zip(sampled, entries(rewards), strict=True)]
+            answers += [{"kind": kind, **line} for line in lines_of(sampled, rewards)]
             parts.append(rewards)
             done += len(sampled)
             if tick is not None:
@@ -285,18 +285,6 @@ def batches_of(evaluation: Evaluation, policy: Policy, task: Task, n: int) -> It
             sampling["seeds"] = [(evaluation.seed, 0, start + i) for i in range(len(part))]
             sampling["truncation"] = config.truncation
         yield collect(config, policy, task, part, max_new_tokens=config.max_new_tokens, **sampling)
-
-
-def entries(rewards: RewardBatch) -> Iterator[dict[str, Any]]:
-    """For each completion, its reward (None: no component applies) and its components."""
-    for i, total in enumerate(rewards.total):
-        components = {name: values[i] for name, values in rewards.components.items()}
-        yield {"reward": total if rewards.scored[i] else None, "components": components}
-
-
-def line_of(kind: str, answer: Any, rewards: dict[str, Any]) -> dict[str, Any]:
-    example = answer.example
-    return {"kind": kind, "prompt": example.prompt, "answer": example.answer, "completion": answer.text, **rewards}
 
 
 def of_samples(values: Sequence[float | None], options: EvalOptions) -> dict[str, Estimate | None]:

@@ -290,15 +290,12 @@ def result(rows: list[dict[str, Any]]) -> str:
     """A table of held-out rewards before training and in the last evaluation of `rows`, and what it says."""
     results = held_out_results(rows)
     last = [row["step"] for row in rows if "eval_reward" in row][-1]
-    lines = [
-        "Greedy answers to held-out prompts, with 95% bootstrap intervals over the prompts.",
-        "",
-        f"| reward | before training | after {last} rollouts | change, prompt by prompt | prompts | verdict |",
-        "|---|---|---|---|---|---|",
-    ]
-    for x in results:
-        change, prompts = ("-", "-") if x.change is None else (x.change.signed(), x.change.prompts)
-        said = x.verdict if last else "-"
-        lines.append(f"| {x.name} | {x.start or '-'} | {x.end or '-'} | {change} | {prompts} | {said} |")
+    rows_of_table = "\n".join(f"| {' | '.join([*x.cells()[:5], x.verdict if last else '-'])} |" for x in results)
     said = sentence(results) if last else "not decided: the model was saved before the second evaluation"
-    return "\n".join([*lines, "", f"{said[0].upper()}{said[1:]}."])
+    return f"""Greedy answers to held-out prompts, with 95% bootstrap intervals over the prompts.
+
+| reward | before training | after {last} rollouts | change, prompt by prompt | prompts | verdict |
+|---|---|---|---|---|---|
+{rows_of_table}
+
+{said[0].upper()}{said[1:]}."""

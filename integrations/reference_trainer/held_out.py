@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any, NamedTuple
@@ -170,6 +170,13 @@ class HeldOut:
         """ "better", "worse", "not decided", or "not comparable"."""
         return "not comparable" if self.change is None else verdict(self.change)
 
+    def cells(self) -> list[str]:
+        """Name, start, end, change, number of prompts and verdict, for a table."""
+        change = "-" if self.change is None else self.change.signed()
+        known = self.change or self.end or self.start
+        prompts = str(known.prompts if known else 0)
+        return [self.name, str(self.start or "-"), str(self.end or "-"), change, prompts, self.verdict]
+
 
 def held_out_results(rows: Sequence[Row]) -> tuple[HeldOut, ...]:
     """The held-out rewards of a seed in its first and its last evaluation: the total, then each component.
@@ -221,6 +228,19 @@ def collect(
         answers = converse(policy, examples, task=task, **options)
     turns = [answer.turns for answer in answers]
     return answers, task.rewards(["\n".join(said) for said in turns], [answer.example for answer in answers], turns)
+
+
+def lines_of(answers: Sequence[Dialogue], rewards: RewardBatch) -> Iterator[Row]:
+    """Answers with their rewards, for a jsonl file. A reward of None: no component applies."""
+    for i, answer in enumerate(answers):
+        example = answer.example
+        yield {
+            "prompt": example.prompt,
+            "answer": example.answer,
+            "completion": answer.text,
+            "reward": rewards.total[i] if rewards.scored[i] else None,
+            "components": {name: values[i] for name, values in rewards.components.items()},
+        }
 
 
 def check_failures(rewards: RewardBatch, when: str, say: Callable[[str], object], allowed: bool = False) -> None:

@@ -104,11 +104,6 @@ class SeedResult:
         held_out = held_out_results(rows)
         return cls(seed, evaluated[0], evaluated[-1], clip_fraction, seconds, held_out, no_signal)
 
-    @property
-    def rise(self) -> float:
-        """Gain in held-out reward."""
-        return self.end_reward - self.start_reward
-
 
 @dataclass(frozen=True)
 class RunReport:
@@ -126,11 +121,7 @@ class RunReport:
         table = Table(*headings, title=title)
         for result in self.results:
             for x in result.held_out:
-                change = "-" if x.change is None else x.change.signed()
-                prompts = str((x.change or x.end or x.start or (0,))[-1])
-                table.add_row(
-                    str(result.seed), x.name, str(x.start or "-"), str(x.end or "-"), change, prompts, x.verdict
-                )
+                table.add_row(str(result.seed), *x.cells())
         return table
 
     def summary(self) -> list[str]:

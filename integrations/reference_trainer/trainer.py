@@ -33,6 +33,7 @@ from .held_out import (
     defined_by,
     held_out_metrics,
     held_out_results,
+    lines_of,
     rewards_by_prompt,
     sentence,
 )
@@ -202,12 +203,7 @@ class Learner:
             for start in range(0, len(held_out), size):
                 answers, scored = collect(config, self.policy, self.task, held_out[start : start + size], **greedy)
                 rewards.append(scored)
-                for i, answer in enumerate(answers[: config.samples - len(samples)]):
-                    components = {name: values[i] for name, values in scored.components.items()}
-                    example = answer.example
-                    sample = {"prompt": example.prompt, "answer": example.answer, "completion": answer.text}
-                    reward = scored.total[i] if scored.scored[i] else None
-                    samples.append({**sample, "reward": reward, "components": components})
+                samples += islice(lines_of(answers, scored), config.samples - len(samples))
         together = joined(distributed.gather(joined(rewards)))
         when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
         check_failures(together, when, self.say, allowed=step > 0)

@@ -349,7 +349,7 @@ def test_a_summary_averages_clip_fractions_over_the_first_half_of_the_steps() ->
     rows: list[dict[str, Any]] = [{"eval_reward": 0.25}, *steps]
     rows[-1]["eval_reward"] = 0.75
     result = SeedResult.from_rows(3, rows)
-    assert (result.start_reward, result.end_reward, result.rise, result.seconds) == (0.25, 0.75, 0.5, 6.0)
+    assert (result.start_reward, result.end_reward, result.seconds) == (0.25, 0.75, 6.0)
     assert result.clip_fraction == close(0.2)
 
 

@@ -100,8 +100,6 @@ def train(
     console.print(report.table())
     for line in report.summary():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for warning in report.warnings():
-        console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
     console.print(f"metrics: {report.folder / 'metrics.jsonl'}", soft_wrap=True)
     console.print(f"curves:  {report.curves}" if report.curves else report.note, markup=False, soft_wrap=True)
 

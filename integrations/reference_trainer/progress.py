@@ -10,11 +10,46 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .config import TrainConfig
 from .distributed import rank
 from .held_out import read_estimate, suffixes
-from .report import STILL, Row, is_still, lacks_signal, likely_cause
+from .report import Row
 
 WARN_AFTER = 10  # consecutive steps in which no group has different rewards, or no ratio moves
 SHOWN = {"reward": "training reward {:.3f}", "clip_fraction": "clip fraction {:.3f}"}
 SHOWN |= {"tokens_per_second": "{:,.0f} tokens/s"}
+STILL = 1e-4  # a ratio closer to 1 has not moved: a third of GSPO's clip window
+
+
+def lacks_signal(row: Row) -> bool:
+    """True if all answers to each prompt had the same reward in a step, so that every advantage was 0."""
+    return row["groups_without_signal"] == 1
+
+
+def is_still(row: Row, config: TrainConfig) -> bool:
+    """True if a step had a signal and a learning rate near its peak, but clipped nothing and moved no ratio."""
+    if lacks_signal(row) or row["learning_rate"] < config.learning_rate / 2:  # in the warm-up or the decay
+        return False
+    return row["clip_fraction"] == 0 and max(row["ratio_max"] - 1, 1 - row["ratio_min"]) < STILL
+
+
+def likely_cause(rows: list[Row]) -> str:
+    """The probable reason why, in these steps, all answers to each prompt had the same reward."""
+    rewards = {row["reward"] for row in rows}
+    cut = fmean(row["truncated"] for row in rows)
+    failures = sum(row.get("reward_failures", 0) for row in rows)
+    failed = f"{failures:,} calls of reward functions failed, of which the output above has one per step. "
+    if all(row.get("unscored") == 1 for row in rows):
+        return "Every reward function returned None for every answer."
+    if rewards == {0.0}:
+        return (failed if failures else "") + (
+            "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
+            f"answers are wrong, answers are cut off at max_new_tokens ({cut:.0%} of them were), or the task is too "
+            "hard. samples.jsonl has some answers."
+        )
+    if rewards == {1.0}:
+        return "Every reward was 1: the model already solves these prompts. Use harder ones."
+    return (
+        "Likely causes: the answers to a prompt do not differ (a low temperature, or a policy that has collapsed), "
+        "or the reward does not distinguish them."
+    )
 
 
 class TrainingProgress(Progress):
@@ -44,7 +79,8 @@ class TrainingProgress(Progress):
         self._held_out = row["eval_reward"]
         self._rows: list[Row] = []  # since the last evaluation
         self._without_signal: list[Row] = []  # the latest consecutive steps for which `lacks_signal` is true
-        self.warned = False  # of steps without a signal
+        self._has_signal = False  # in any step
+        self._warned = False  # of steps without a signal
         self._still = 0  # the number of the latest consecutive steps for which `is_still` is true
         self._hinted = False
         self._bar = self.add_task("", total=self._config.steps, completed=step, seed=seed, numbers="")
@@ -59,9 +95,11 @@ class TrainingProgress(Progress):
         if "eval_reward" in row:
             self._show_evaluation(row)
         self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
+        self._has_signal = self._has_signal or not self._without_signal
         steps = len(self._without_signal)
-        if steps >= WARN_AFTER and not self.warned:
-            self.warned = True
+        never = row["step"] == self._config.steps and not self._has_signal
+        if (steps >= WARN_AFTER or never) and not self._warned:
+            self._warned = True
             self.say(
                 f"WARNING: seed {self._seed} is learning nothing from its rewards. In {steps} consecutive steps, all "
                 f"answers to each prompt had the same reward. {likely_cause(self._without_signal)}",

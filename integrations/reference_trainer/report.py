@@ -39,41 +39,6 @@ MODEL_STATE = "trainer_state.json"  # in the folder of a model: the seed and the
 HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 # Numbers in the line of each step that the summary of a run needs.
 SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
-STILL = 1e-4  # a ratio closer to 1 has not moved: a third of GSPO's clip window
-
-
-def lacks_signal(row: Row) -> bool:
-    """True if all answers to each prompt had the same reward in a step, so that every advantage was 0."""
-    return row["groups_without_signal"] == 1
-
-
-def is_still(row: Row, config: TrainConfig) -> bool:
-    """True if a step had a signal and a learning rate near its peak, but clipped nothing and moved no ratio."""
-    if lacks_signal(row) or row["learning_rate"] < config.learning_rate / 2:  # in the warm-up or the decay
-        return False
-    return row["clip_fraction"] == 0 and max(row["ratio_max"] - 1, 1 - row["ratio_min"]) < STILL
-
-
-def likely_cause(rows: list[Row]) -> str:
-    """The probable reason why, in these steps, all answers to each prompt had the same reward."""
-    rewards = {row["reward"] for row in rows}
-    cut = fmean(row["truncated"] for row in rows)
-    failures = sum(row.get("reward_failures", 0) for row in rows)
-    failed = f"{failures:,} calls of reward functions failed, of which the output above has one per step. "
-    if all(row.get("unscored") == 1 for row in rows):
-        return "Every reward function returned None for every answer."
-    if rewards == {0.0}:
-        return (failed if failures else "") + (
-            "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
-            f"answers are wrong, answers are cut off at max_new_tokens ({cut:.0%} of them were), or the task is too "
-            "hard. samples.jsonl has some answers."
-        )
-    if rewards == {1.0}:
-        return "Every reward was 1: the model already solves these prompts. Use harder ones."
-    return (
-        "Likely causes: the answers to a prompt do not differ (a low temperature, or a policy that has collapsed), "
-        "or the reward does not distinguish them."
-    )
 
 
 @dataclass(frozen=True)
@@ -86,23 +51,16 @@ class SeedResult:
     clip_fraction: float  # mean over the first half of the steps
     seconds: float
     held_out: tuple[HeldOut, ...] = ()  # the total, then each component if there are several
-    no_signal: str = ""  # the likely cause, if no step had a group with different rewards and no warning said so
 
     @classmethod
-    def from_rows(cls, seed: int, rows: list[Row], warned: bool = False) -> SeedResult:
-        """Summarize the metrics of one seed.
-
-        Args:
-            rows: one per step, from step 0 on.
-            warned: steps without a signal have been warned of already.
-        """
+    def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
+        """Summarize the metrics of one seed. `rows`: one per step, from step 0 on."""
         steps = rows[1:]
         clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
-        no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) and not warned else ""
         seconds = sum(row["seconds"] for row in steps)
         evaluated = [row["eval_reward"] for row in rows if "eval_reward" in row]
         held_out = held_out_results(rows)
-        return cls(seed, evaluated[0], evaluated[-1], clip_fraction, seconds, held_out, no_signal)
+        return cls(seed, evaluated[0], evaluated[-1], clip_fraction, seconds, held_out)
 
 
 @dataclass(frozen=True)
@@ -130,15 +88,6 @@ class RunReport:
             f"seed {x.seed}: {sentence(x.held_out)}. Clip fraction {x.clip_fraction:.3f} in the first half of the "
             f"steps; {x.seconds:.0f} s"
             for x in self.results
-        ]
-
-    def warnings(self) -> list[str]:
-        """One line per seed that learned nothing from its rewards."""
-        return [
-            f"WARNING: seed {result.seed} learned nothing from its rewards. In every step, all answers to each prompt "
-            f"had the same reward. {result.no_signal}"
-            for result in self.results
-            if result.no_signal
         ]
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 from gspo_kernels import Objective
 
 from ..tasks import Task
-from ..tasks.base import digest_of, row_text
 from .checkpoints import check_form, read_checkpoint
 from .config import InputError, TrainConfig
 from .data import Reward, code_of, task_of
@@ -26,7 +25,6 @@ RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head")  # trained weights need these
 # What every config.json has.
 FORM = {"seeds": list, "steps": int, RECORD: {"from_python": list, "rewards": dict, "prompts": str, "started_in": str}}
-FORM[RECORD]["rows"] = {"count": int, "prompts": str, "in_any_order": str}
 PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
 
 
@@ -62,8 +60,8 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     record = record_of(config, task, from_python)
     if then["prompts"] != record["prompts"]:
         related = "".join(f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes)
-        what = changed_prompts(then["rows"], record["rows"])
-        refuse("data" if config.data else "task", f"the prompts with which {config.folder} was started", what + related)
+        got = f"{len(task.train) + len(task.held_out):,} prompts, which, or their answers, columns or order, differ"
+        refuse("data" if config.data else "task", f"the prompts with which {config.folder} was started", got + related)
     if then["rewards"] != record["rewards"]:
         changes["weights of rewards"] = [then["rewards"], record["rewards"]]
     notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
@@ -75,29 +73,11 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
 def record_of(config: TrainConfig, task: Task, from_python: list[str]) -> dict[str, Any]:
     """What config.json adds to the options: arguments from Python, weights of rewards, a hash of the prompts, ..."""
     rewards = {component.name: component.weight for component in task.rewards.components}
-    record = {"from_python": from_python, "rewards": rewards, "prompts": task.digest, "rows": rows_of(task)}
+    record: dict[str, Any] = {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
     record["code"] = code_of([*(x.function for x in task.rewards.components), task.rewards.turn_reward, task.reply])
     record["started_in"] = place_of(Path.cwd(), config.folder.resolve())
     model = None if config.model is None else located(config.model)[0]
     return record | {"held_out": task.split or "those of the task from Python", "model": model, "versions": versions()}
-
-
-def rows_of(task: Task) -> dict[str, Any]:
-    """Number and digests of a task's rows, for `changed_prompts`."""
-    examples = [*task.train, *task.held_out]
-    prompts = digest_of([example.key for example in examples])
-    return {"count": len(examples), "prompts": prompts, "in_any_order": digest_of(sorted(map(row_text, examples)))}
-
-
-def changed_prompts(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Say how the prompts of a run (`rows_of`) have changed."""
-    if then["in_any_order"] == now["in_any_order"]:
-        return "the same prompts in another order, or divided differently between training and evaluation"
-    if then["count"] != now["count"]:
-        return f"{now['count']:,} prompts instead of {then['count']:,}"
-    if then["prompts"] == now["prompts"]:
-        return "the same prompts with other answers or columns"
-    return f"{now['count']:,} prompts, as before, but not the same ones"
 
 
 def place_of(folder: Path, run: Path) -> str:

@@ -262,7 +262,7 @@ class Training(Learner):
             finally:
                 self.say_how_to_continue()
             raise
-        return SeedResult.from_rows(self.seed, self.rows, self.progress.warned)
+        return SeedResult.from_rows(self.seed, self.rows)
 
     def begin(self) -> None:
         """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""

@@ -26,6 +26,7 @@ from gspo_kernels.integrations.reference_trainer import (
 from gspo_kernels.integrations.reference_trainer.chat import encode
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.integrations.reference_trainer.sampling import left_padded, sample
 from gspo_kernels.integrations.tasks import Example, answer_found, batches, letters_in_place, task_by_name
 from gspo_kernels.tools.cli import app
@@ -64,12 +65,11 @@ def test_a_run_writes_metrics_curves_and_models(tmp_path: Path) -> None:
     assert report.results[1].end_reward == rows[-1]["eval_reward"]
 
 
-def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    report = train(small(tmp_path, steps=1))
-    assert report.curves is None
-    assert "pip install 'gspo-kernels[train]'" in report.note
-    assert len(rows_of(tmp_path / "demo")) == 2
+    with RunFolder(small(tmp_path)) as folder:
+        curves, reason = folder.plot()
+    assert curves is None and "pip install 'gspo-kernels[train]'" in reason
 
 
 # The loop
@@ -78,14 +78,10 @@ def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"micro_batch_size": 2},
-        {"precision": "autocast"},
+        {"micro_batch_size": 2, "epochs": 2, "temperature": 0.7},
         {"precision": "bf16"},
         {"precision": "fp16"},
-        {"precision": "fp16-autocast"},
-        {"epochs": 2},
-        {"temperature": 0.7},
+        {"precision": "autocast"},
     ],
 )
 def test_only_the_first_update_has_ratio_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict) -> None:
@@ -104,27 +100,18 @@ def test_only_the_first_update_has_ratio_one(tmp_path: Path, monkeypatch: pytest
     assert all((log_ratio != 0).any() for log_ratio in log_ratios[first:])
 
 
-def test_a_gradient_budget_saves_passes_and_reports_the_dropped_mass(tmp_path: Path) -> None:
-    def first_step(budget: float) -> dict:
+def test_a_gradient_budget_and_a_cache_save_passes(tmp_path: Path) -> None:
+    def first_step(**options: float) -> dict:
         # The update has several row blocks. Blocks of little mass can be dropped, although the vocabulary is one tile.
-        sizes = {"steps": 1, "group_size": 16, "updates_per_rollout": 1, "prompts_per_step": 8}
-        train(small(tmp_path, name=f"budget-{budget}", gradient_budget=budget, **sizes))
-        return rows_of(tmp_path / f"budget-{budget}")[1]
+        sizes = {"steps": 1, "group_size": 16, "updates_per_rollout": 1, "prompts_per_step": 8, "overwrite": True}
+        return rows_of(train(small(tmp_path, **sizes, **options)).folder)[1]
 
-    exact, with_budget = first_step(0.0), first_step(0.9)
+    exact, with_budget, cached = first_step(), first_step(gradient_budget=0.9), first_step(cache_mib=16)
     assert exact["dropped_gradient_mass"] == 0 < with_budget["dropped_gradient_mass"] <= 0.9
     assert 1 <= with_budget["passes"] < exact["passes"] <= 4
     assert with_budget["reward"] == exact["reward"] and with_budget["entropy"] == exact["entropy"]
-
-
-def test_a_cache_saves_passes(tmp_path: Path) -> None:
-    rows = []
-    for mib in (0, 16):
-        train(small(tmp_path, name=f"cache-{mib}", cache_mib=mib, steps=1))
-        rows.append(rows_of(tmp_path / f"cache-{mib}")[1])
-    without, cached = rows
-    assert cached["passes"] - 1 == pytest.approx(2 / 3 * (without["passes"] - 1)) and without["passes"] > 1
-    assert cached["loss"] == pytest.approx(without["loss"], abs=1e-6)
+    assert cached["passes"] - 1 == pytest.approx(2 / 3 * (exact["passes"] - 1))
+    assert cached["loss"] == pytest.approx(exact["loss"], abs=1e-6)
 
 
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,14 +264,10 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("steps=1.5", "steps: expected a whole number, such as 8 or 1e3, got '1.5'"),
         ("skip_zero_advantage=yes", "skip_zero_advantage: expected true or false, or none, got 'yes'"),
         ("skip_zero_advantage=true kl_coef=0.1", "skip_zero_advantage: expected false or none with kl_coef=0.1, got"),
-        ("shuffle=maybe", "shuffle: expected true or false, got 'maybe'"),
         ("learning_rate=abc", "learning_rate: expected a number, such as 0.001 or 1e-3, got 'abc'"),
-        ("learning_rate=nan", "learning_rate: expected a number above 0, got nan"),
         ("cache_mib=some", "cache_mib: expected a number, such as 0.001 or 1e-3, or none, got 'some'"),
         ("cache_mib=-1", "cache_mib: expected a number of MiB >= 0, got -1"),
         ("seeds=a,b", "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got 'a,b'"),
-        ("seeds=1,1", "expected different numbers"),
-        ("advantages=3", "advantages: expected calls, such as group_advantages or [{group_advantages: "),
         ("advantages=[]", "advantages: expected at least one call, such as [group_advantages], got ()"),
         ("advantages=whitten", "advantages: expected calls of group_advantages"),
         ('advantages=[{"group_advantages":{"scale":"loo"}}]', "advantages: group_advantages: scale must be one of"),
@@ -302,24 +285,18 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("model=x data=/no/such.jsonl", "data /no/such.jsonl: expected a jsonl file, got no file"),
         ("data=some.jsonl", "data needs model=FOLDER"),
         ("reward=long", 'expected "module:function" or "file.py:function"'),
-        ("reward=much*json:loads", "got 'much*json:loads'"),
         ("reward=no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("reward=math:cielo", "math has no function cielo (is it 'ceil'?)"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),
         ("lr=1e-5", "lr: there is no such option (is it 'learning_rate'?)"),
-        ("temp=0.7", "temp: there is no such option (is it 'temperature'?)"),
         ("num_generations=8", "num_generations: there is no such option (TRL's num_generations is group_size here);"),
         ("save_strategy=no", "no such option; `gspo train --dry-run`"),
         ("preset=mo", "(is it 'moe'?)"),
         ("objective=gpso", "objective: "),
-        ("clip_low=-1", "clip_low"),
-        ("normalizer=words", "normalizer: expected one of"),
         ("rollout_correction=tis", "rollout_correction: expected fields of a correction, such as {level: sequence, "),
         ("rollout_correction=[]", "rollout_correction must be a RolloutCorrection, a tuple of at least one"),
         ('rollout_correction={"level":"word"}', "rollout_correction: RolloutCorrection: level must be "),
-        ('rollout_correction={"lvl":"token"}', "unexpected keyword argument 'lvl'"),
         ("rollout_correction={} old_log_probs=sampler", "old_log_probs: expected trainer with rollout_correction"),
-        ("old_log_probs=vllm", "old_log_probs: expected one of 'trainer', 'sampler', got 'vllm'"),
         ("sampler_precision=fp16", "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
         ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),

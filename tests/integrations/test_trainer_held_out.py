@@ -139,6 +139,10 @@ def test_a_run_writes_each_held_out_reward_with_its_interval_and_change(tmp_path
     compared = {"total": 12, "length": 12, "brief": applies}
     assert {x.name: known(x.change).prompts for x in result.held_out} == compared and applies < 12
     assert result.held_out[0].change == changes
+    table = report.table()
+    assert [*table.columns[1].cells] == ["total", "length", "brief"]
+    assert [*table.columns[5].cells] == ["12", "12", str(applies)]
+    assert all(re.fullmatch(r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", x) for x in map(str, table.columns[3].cells))
 
 
 def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: 
     assert record["held_out"] == f"all 3 prompts of {tmp_path}/eval.jsonl"
     assert "At least 10 prompts are needed to decide" in report.summary()[0]
     write_jsonl(paths["eval_data"], *held_out[:2])
-    with pytest.raises(InputError, match=r"data: expected the prompts with which .* got 5 prompts instead of 6"):
+    with pytest.raises(InputError, match=r"data: expected the prompts with which .* got 5 prompts, which"):
         train(read_config(resume=report.folder))
     shared = write_jsonl(tmp_path / "shared.jsonl", *held_out, {"prompt": "sort b:", "answer": "b"})
     empty = write_jsonl(tmp_path / "empty.jsonl", "")
@@ -211,10 +215,9 @@ CHANGES = (
     ("change", "options", "said"),
     [
         (change_files, ["reward=3*rewards.py:length", "reward_timeout=9", "max_new_tokens=3"], CHANGES),
-        (None, ["reward_timeout=9"], "reward_timeout: 10.0 -> 9.0"),
         (None, ["learning_rate=1e-3"], ""),
     ],
-    ids=["everything", "one option", "nothing"],
+    ids=["everything", "nothing"],
 )
 def test_held_out_rewards_that_something_else_defines_are_not_compared(
     project: Path,
@@ -250,13 +253,6 @@ def test_a_limit_that_leaves_other_held_out_prompts_is_refused(tmp_path: Path) -
         train(read_config(texts=["steps=5", "max_prompt_tokens=9"], resume=folder))
 
 
-def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:
-    whole = train(small(tmp_path / "whole", steps=4), reward=REWARDS)
-    train(small(tmp_path, steps=2, checkpoint_every=2), reward=REWARDS)
-    resumed = train(small(tmp_path, steps=4, resume=True), reward=REWARDS)
-    assert resumed.results[0].held_out == whole.results[0].held_out
-
-
 def test_curves_are_inside_their_panels_and_the_legend_is_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,12 +276,3 @@ def test_curves_are_inside_their_panels_and_the_legend_is_outside(
     for axes in panels:
         (low, high), room = axes.get_ybound(), 0.02 * (axes.get_ybound()[1] - axes.get_ybound()[0])
         assert all(low + room < y < high - room for line in axes.lines for y in line.get_ydata())
-
-
-def test_the_table_has_a_line_for_each_reward(tmp_path: Path) -> None:
-    report = train(small(tmp_path), reward=REWARDS)
-    table = report.table()
-    applies = str(rows_of(report.folder)[-1]["eval_change_prompts/brief"])
-    assert [*table.columns[1].cells] == ["total", "length", "brief"]
-    assert [*table.columns[5].cells] == ["8", "8", applies] != ["8", "8", "8"]
-    assert all(re.fullmatch(r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", x) for x in map(str, table.columns[3].cells))

@@ -30,9 +30,9 @@ from gspo_kernels.integrations.reference_trainer import (
     train,
     update,
 )
+from gspo_kernels.integrations.reference_trainer.data import components_of
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.report import SeedResult
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
 from gspo_kernels.integrations.tasks import Example, RewardComponent, task_by_name
@@ -84,11 +84,11 @@ class Flaky:
         return float(len(completion))
 
 
-@pytest.mark.parametrize(("step", "first"), [(1, 9), (3, 49)])
 def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, first: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Calls: 8 of the first evaluation, 16 of each step, 8 of the evaluation after step 2."""
+    step, first = 3, 49
     whole = train(small(tmp_path, name="whole"), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))]).folder
     capsys.readouterr()
     message = (
@@ -117,18 +117,18 @@ def test_training_goes_on_if_a_call_succeeds_or_only_a_later_evaluation_fails(
     assert f"{when} One of them: flaky: ConnectionError" in capsys.readouterr().out
 
 
-def test_rewards_from_python_are_functions_or_components(tmp_path: Path) -> None:
+def test_rewards_from_python_are_functions_or_components() -> None:
     def length(completion: str, answer: str) -> float:
         return float(len(completion))
 
-    parts = [length, RewardComponent("half", 0.5, length)]
-    row = rows_of(train(small(tmp_path), reward=parts).folder)[1]
-    assert row["reward"] == pytest.approx(1.5 * row["reward/length"]) and row["reward/half"] == row["reward/length"] > 0
+    half = RewardComponent("half", 0.5, length)
+    assert components_of([length, half]) == (RewardComponent("length", 1.0, length), half)
+    assert components_of(half) == (half,)  # type: ignore[arg-type]
     for wrong in ("file.py:length", [length, "length"]):
         with pytest.raises(
             InputError, match=r"reward: expected a function, such as function\(completion, answer\), or a list .*, got"
         ):
-            train(small(tmp_path), reward=wrong)  # type: ignore[arg-type]
+            components_of(wrong)  # type: ignore[arg-type]
 
 
 # Stopping
@@ -241,6 +241,18 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path) -> None:
     states = shown(tmp_path, rows)
     assert [text.count("WARNING") for text in states] == [0] * 18 + [1] * 22
     assert "is learning nothing from its rewards. In 10 consecutive steps" in states[-1]
+    assert "Every reward was 0." in states[-1]
+
+
+@pytest.mark.parametrize(
+    ("first", "reward", "cause"),
+    [(1.0, 1.0, "already solves these prompts"), (1.0, 0.5, "Likely causes: the answers"), (0.5, 1.0, "")],
+)
+def test_a_short_run_without_any_signal_is_warned_of_at_its_end(
+    tmp_path: Path, first: float, reward: float, cause: str
+) -> None:
+    states = shown(tmp_path, [{"groups_without_signal": x, "reward": reward} for x in (first, 1.0, 1.0)])
+    assert [text.count("WARNING") for text in states] == [0, 0, bool(cause)] and cause in states[-1]
 
 
 @pytest.mark.parametrize(
@@ -265,19 +277,6 @@ def test_a_learning_rate_that_moves_nothing_is_hinted_at_once(
         "times the learning rate of full fine-tuning."
     )
     assert states[-1].count(hint) == hints
-
-
-@pytest.mark.parametrize(("reward", "cause"), [(0.0, "Every reward was 0."), (1.0, "already solves these prompts")])
-def test_a_run_with_equal_rewards_warns_at_the_end(tmp_path: Path, reward: float, cause: str) -> None:
-    (tmp_path / "constant.py").write_text(f"def constant(completion, answer):\n    return {reward}\n")
-    arguments = ["train", f"output={tmp_path}", "steps=1", "seeds=0", "save=false", *SIZES]
-    result = CliRunner().invoke(app, [*arguments, f"reward={tmp_path}/constant.py:constant"])
-    assert result.exit_code == 0, result.output
-    running, _, summary = result.output.partition("Held-out rewards: greedy")
-    assert "WARNING" not in running and "WARNING: seed 0 learned nothing" in summary and cause in summary
-    rows = rows_of(tmp_path / "demo")
-    assert rows[1]["groups_without_signal"] == 1.0
-    assert [bool(SeedResult.from_rows(0, rows, warned).no_signal) for warned in (False, True)] == [True, False]
 
 
 # Mixtures of experts

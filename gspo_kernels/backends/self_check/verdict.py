@@ -89,11 +89,11 @@ def obstacle(backend: str, device: torch.device, dtype: torch.dtype, subject: st
 obstacle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def state(device: torch.device, dtype: torch.dtype, subject: str = "head") -> str:
-    """Describe the state of the check for `gspo doctor`, without running it."""
+def state(device: torch.device, dtype: torch.dtype) -> str:
+    """Describe the state of the check of the head for `gspo doctor`, without running it."""
     if not is_enabled():
         return "off (GSPO_SELF_CHECK=0)"
-    result = _result((device, dtype, subject), may_run=False)
+    result = _result((device, dtype, "head"), may_run=False)
     if result is None:
         return "not run"
     return "passed" if result.failure is None else f"failed: {result.failure}"

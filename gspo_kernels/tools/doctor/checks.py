@@ -22,7 +22,7 @@ from ...backends.self_check.samples import ADVANTAGES, LENGTHS, make_sample
 from ...fused_loss import gspo_fused_loss
 from ...objective import Objective
 from ...reference import gspo_reference_loss
-from ...tolerance import LOSS_PER_ADVANTAGE
+from ...tolerance import LARGEST_ERROR, LOSS_PER_ADVANTAGE
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,37 +92,25 @@ def decisions(d_hidden: Tensor) -> Tensor:
     return torch.stack([gradient.any() for gradient in d_hidden.split(LENGTHS)])
 
 
-def error_ratio(ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Divide our largest error by the allowed error.
-
-    The allowed error is 2 (r + eps max|truth|), where r is the largest error of `same_dtype`, PyTorch's result. This is
-    the rule of tests/tolerance.py.
-    """
-    r = (same_dtype.double() - truth).abs().max()
-    return ((ours.double() - truth).abs().max() / (2 * (r + torch.finfo(dtype).eps * truth.abs().max()))).item()
-
-
-def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
-    """Divide the error of the loss by the error that tests/tolerance.py allows."""
-    allowed = LOSS_PER_ADVANTAGE * torch.maximum(advantages.double().abs().mean(), truth.abs())
-    return ((ours.double() - truth).abs() / allowed).item()
+def error_ratio(ours: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Divide our largest error by the largest error that the self-check allows."""
+    allowed = LARGEST_ERROR[dtype] * torch.finfo(dtype).eps * truth.abs().max()
+    return ((ours.double() - truth).abs().max() / allowed).item()
 
 
 def check(device: torch.device, backend: str, dtype: str) -> Check:
-    """Compare the fused loss with the reference loss of the same inputs, in float64 on the CPU.
-
-    The allowed error comes from the error of the reference in fp32, with gradients rounded to the dtype of the inputs.
-    A half-precision reference would be useless: it makes wrong clip decisions, and its error would allow any gradient.
-    """
+    """Compare the fused loss with the reference loss of the same inputs, in float64 on the CPU."""
     try:
         batch = make_batch(DTYPES[dtype])
         ours = outputs(gspo_fused_loss, Batch(*(x.to(device) for x in batch)), backend=backend)
-        truth, plain = (outputs(gspo_reference_loss, batch.in_dtype(d)) for d in (torch.float64, torch.float32))
-        ratios = {"log_probs": error_ratio(ours.log_probs, plain.log_probs, truth.log_probs, torch.float32)}
-        ratios["loss"] = loss_error_ratio(ours.loss, truth.loss, batch.advantages)
-        for name in ("d_hidden", "d_weight"):
-            rounded = getattr(plain, name).to(DTYPES[dtype])
-            ratios[name] = error_ratio(getattr(ours, name), rounded, getattr(truth, name), DTYPES[dtype])
+        truth = outputs(gspo_reference_loss, batch.in_dtype(torch.float64))
+        size = max(batch.advantages.abs().mean().item(), abs(truth.loss.item()))
+        ratios = {
+            "log_probs": error_ratio(ours.log_probs, truth.log_probs, torch.float32),
+            "loss": abs(ours.loss.item() - truth.loss.item()) / (LOSS_PER_ADVANTAGE * size),
+            "d_hidden": error_ratio(ours.d_hidden, truth.d_hidden, DTYPES[dtype]),
+            "d_weight": error_ratio(ours.d_weight, truth.d_weight, DTYPES[dtype]),
+        }
         wrong = int((decisions(ours.d_hidden) != decisions(truth.d_hidden)).sum())
     except Exception as error:
         return Check(str(device), backend, dtype, "crashed", message=one_line(error))

@@ -112,7 +112,7 @@ build/%/ready: .venv/ready
 # runs them every week.
 pairs: $(PAIRS:%=pair-%)
 $(PAIRS:%=pair-%): pair-%: build/pair-%/ready
-	build/pair-$*/bin/gspo doctor --interpret
+	OPENBLAS_CORETYPE=Sandybridge TRITON_INTERPRET=1 build/pair-$*/bin/gspo doctor
 	cd tests && ../build/pair-$*/bin/python -m helpers.compile_gate
 	build/pair-$*/bin/python -m pytest tests/stub
 

@@ -196,9 +196,6 @@ def _only_with(required: str, present: bool, options: dict[str, object]) -> None
 
 @app.command()
 def doctor(
-    interpret: Annotated[
-        bool, typer.Option("--interpret", help="Also check the Triton kernels on the CPU, with Triton's interpreter.")
-    ] = False,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -249,9 +246,6 @@ def doctor(
     if model is not None and memory is not None:
         raise typer.BadParameter("cannot be combined with --memory", param_hint="--model")
     plans = model is not None or memory is not None
-    if plans and interpret:
-        option = "--memory" if model is None else "--model"
-        raise typer.BadParameter("cannot be combined with --interpret", param_hint=option)
     _only_with("--memory or --model", plans, {"--architecture": architecture, "--dtype": dtype, "--tp": tp, "--cp": cp})
     _only_with("--memory or --model", plans, {"--lora": lora or None, "--zero-advantage": zero_advantage})
     batch: tuple[int, ...] | None = None
@@ -266,7 +260,7 @@ def doctor(
         ranks = (1 if tp is None else tp, 1 if cp is None else cp)
         verdict, ok, details = memory_of(batch, dtype, architecture, ranks, lora, zero_advantage or 0.0, console)
     else:
-        verdict, ok, details = diagnose(interpret, console)
+        verdict, ok, details = diagnose(console)
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "verdict": verdict, **details}, allow_nan=False))

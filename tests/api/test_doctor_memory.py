@@ -126,7 +126,6 @@ def test_the_bound_of_a_rank_holds(
         (["--memory", "0,64,100"], "N of 1 to 2,147,483,648, H of 1 to 65,536, V of 2 to 4,194,304, got '0,64,100'"),
         (["--memory", BATCH, "--dtype", "int8"], "--dtype: expected one of fp32, bf16, fp16, float32"),
         (["--memory", BATCH, "--architecture", "sm_86"], "--architecture: expected one of sm_80"),
-        (["--memory", BATCH, "--interpret"], "--memory: cannot be combined with --interpret"),
         (["--architecture", "sm_90"], "--architecture: requires --memory or --model"),
         (["--lora"], "--lora: requires --memory or --model"),
         (["--memory", BATCH, "--zero-advantage", "1"], "--zero-advantage: expected a share from 0 to below 1, got 1"),

@@ -1,18 +1,10 @@
-"""The checks of `gspo doctor`: compare the fused loss on a backend and device with the float64 oracle.
-
-Triton decides at import whether kernels are compiled or interpreted. So interpreted kernels are checked in a child
-process, which runs this module.
-"""
+"""The checks of `gspo doctor`: compare the fused loss on a backend and device with the float64 oracle."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -124,21 +116,3 @@ def one_line(error: Exception) -> str:
     """Format an exception on one line, cut at 400 characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= 400 else text[:400] + ' ...'}"
-
-
-def interpreted_checks() -> list[Check]:
-    """Check the Triton kernels on the CPU in a child process that interprets them."""
-    # The interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, rounding depends on a row's position in the
-    # batch. The Sandybridge kernels round every row alike, as GPUs do.
-    environment = {**os.environ, "OPENBLAS_CORETYPE": "Sandybridge", "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-m", __name__], env=environment, capture_output=True, text=True)
-    try:
-        return [Check(**fields) for fields in json.loads(run.stdout.strip().rpartition("\n")[2])]
-    except ValueError:
-        lines = run.stderr.strip().splitlines() or ["no output on stderr"]
-        message = f"exit status {run.returncode}: {lines[-1]}"
-        return [Check("cpu", "triton", dtype, "crashed", message=message) for dtype in DTYPES]
-
-
-if __name__ == "__main__":
-    print(json.dumps([asdict(check(CPU, "triton", dtype)) for dtype in DTYPES]))

@@ -16,7 +16,7 @@ import torch
 from ...backends import dispatch
 from ...backends.self_check import verdict
 from ...validation import TensorChecks
-from .checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
+from .checks import CPU, DTYPES, Check, check, one_line
 from .packages import Package, packages
 
 
@@ -76,25 +76,16 @@ class Diagnosis:
         return f"Versions: {'; '.join(parts) or 'all installed packages are the tested versions'}."
 
 
-def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda _: None) -> Diagnosis:
-    """Check every device with every backend that runs on it.
-
-    Args:
-        interpret: also check the Triton kernels on the CPU, with Triton's interpreter.
-        progress: called with a line of text before each check.
-    """
+def diagnose(progress: Callable[[str], object] = lambda _: None) -> Diagnosis:
+    """Check every device with every backend that runs on it. `progress` gets a line of text before each check."""
     triton, remarks = _triton()
     accelerators, absent = _accelerators()
     devices, checks = [], []
     for device in (CPU, *accelerators):
-        with_triton = _obstacle(device) is None
-        for backend in ("torch", "triton") if with_triton else ("torch",):
+        for backend in ("torch", "triton") if _obstacle(device) is None else ("torch",):
             for dtype in DTYPES:
                 progress(f"{backend} on {device} in {dtype}")
                 checks.append(check(device, backend, dtype))
-        if interpret and device == CPU and not with_triton:
-            progress("triton on cpu, interpreted")
-            checks += interpreted_checks()
         devices.append(describe(device))  # after the checks, because the first one ran the self-check
     settings = [f"{x}={os.environ[x]}" for x in sorted(os.environ) if x.startswith(("GSPO_", "PYTORCH_"))]
     remarks += [*absent, *([f"Environment: {' '.join(settings)}"] if settings else [])]
@@ -110,10 +101,10 @@ def _installed(name: str) -> str | None:
 
 
 def _versions(triton: str | None) -> dict[str, str | None]:
-    """Collect versions of this package, Python, PyTorch and integrated packages; None if not installed."""
+    """Collect versions of what runs here; None if not installed. `packages` lists the other packages."""
     versions = {"gspo-kernels": _installed("gspo-kernels"), "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "triton": triton}
-    return versions | {name: _installed(name) for name in ("transformers", "trl", "verl", "liger-kernel")}
+    return versions
 
 
 def _triton() -> tuple[str | None, list[str]]:

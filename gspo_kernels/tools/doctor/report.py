@@ -17,7 +17,7 @@ MOST_TOKENS = 2**31
 MOST_RANKS = 4096  # in a process group
 
 
-def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:
+def diagnose(console: Console) -> tuple[str, bool, dict[str, Any]]:
     """Run `gspo doctor` and print its report. Return the verdict, whether it is good, and the details for JSON."""
     from . import diagnosis
 
@@ -25,7 +25,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
         console.print(line, markup=False, soft_wrap=True)
 
     with console.status("checking") as status:
-        result = diagnosis.diagnose(interpret, status.update)
+        result = diagnosis.diagnose(status.update)
     print_line(", ".join(f"{name} {release}" for name, release in result.versions.items() if release))
     if result.packages:
         versions = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))

@@ -63,9 +63,9 @@ class WithTools:
 Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # log history and parameters
 
 
-def train(name: str, ours: bool, folder: Path) -> Trained:
+def train(name: str, ours: bool, folder: Path, **more: Any) -> Trained:
     """Return the log history and the trained parameters after a few steps of plain SGD."""
-    options = dict(CONFIGS[name])
+    options = {**CONFIGS[name], **more}
     lora, tools = options.pop("lora", None), options.pop("tools", False)
     trainer_class: Any = GSPOTrainer if ours else GRPOTrainer
     if tools:
@@ -147,7 +147,7 @@ def fixed_answers(prompts: list[str], *_: Any) -> dict[str, Any]:
 
 
 def rank_main(rank: int, folder: Path, ours: bool) -> None:
-    trained = train("gspo", ours, folder / str(rank))
+    trained = train("gspo", ours, folder / str(rank), max_steps=4, learning_rate=0.05)
     if rank == 0:
         torch.save(trained, folder / "trained.pt")
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.marks import slow
 from helpers.reference_runs import SMALL, moe_checkpoint, rows_of, small
 from rich.console import Console
 from tolerance import PARAMETER_ABSOLUTE
@@ -134,8 +133,7 @@ def test_rewards_from_python_are_functions_or_components() -> None:
 # Stopping
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), slow(signal.SIGTERM, 143)])
-def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: int, status: int) -> None:
+def test_ctrl_c_saves_the_model_and_prints_its_folder(tmp_path: Path) -> None:
     arguments = [*SIZES, "steps=1000", f"output={tmp_path}", "name=stopped", "seeds=0,1"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from gspo_kernels.tools.cli import app; app()", "train", *arguments],
@@ -147,10 +145,10 @@ def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: 
     assert process.stdout is not None
     for line in process.stdout:  # a pipe receives lines during the run
         if "step 4 of 1000" in line:
-            process.send_signal(number)
+            process.send_signal(signal.SIGINT)
             break
     out, errors = process.communicate(timeout=120)
-    assert process.returncode == status, errors
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors and "Aborted" not in errors
     model = tmp_path / "stopped" / "model-seed0"
     assert f"model: {model}" in out and load_policy(str(model))

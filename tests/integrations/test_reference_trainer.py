@@ -276,6 +276,7 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),
         ("gradient_budget=1e-3 entropy_coef=0.01", "gradient_budget: expected 0 with an entropy bonus"),
         ("prompts_per_step=3 group_size=3", "expected a divisor of the 9 answers"),
+        ("task=calculater", "got 'calculater' (is it 'calculator'?)"),
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),
         ("max_new_tokens=8190", "max_new_tokens=8190: with the longest prompt (11 tokens)"),
         ("name=a/b", "expected a plain folder name"),

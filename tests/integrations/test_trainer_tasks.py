@@ -82,12 +82,17 @@ def backtracking(*_: str) -> float:
 
 
 def broken(completion: str) -> float:
-    return 1 / (len(completion) - 2)
+    return 1 / (len(completion) - 3)
+
+
+def lines(*_: str) -> float:
+    raise ValueError("first\n\tsecond")
 
 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
+        (lines, "ValueError: first second"),
         (endless, "no result after 0.05 s"),
         (backtracking, "no result after 0.05 s"),
         (broken, "ZeroDivisionError: division by zero"),
@@ -99,9 +104,9 @@ def broken(completion: str) -> float:
 def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., float], reason: str) -> None:
     one = RewardComponent("one", 1.0, lambda *_: 1.0)
     rewards = Rewards((RewardComponent("custom", 3.0, function), one), timeout=0.05)
-    batch = rewards(["ab"], [Example("", "ab")])
+    batch = rewards(["a\nb"], [Example("", "ab")])
     assert batch.total == [1.0] and batch.components == {"custom": [0.0], "one": [1.0]}
-    assert [str(failure) for failure in batch.failures] == [f"custom: {reason}; completion 'ab'"]
+    assert [str(failure) for failure in batch.failures] == [f"custom: {reason}; completion 'a\\nb'"]
 
 
 def test_a_component_that_returns_none_does_not_apply() -> None:
@@ -241,14 +246,6 @@ def test_a_slow_reward_is_reported_once_with_the_answer_that_it_waits_for(
     assert rewards.patience == {"slow": 60.0}
 
 
-def test_the_reason_of_a_failure_is_one_line() -> None:
-    def lines(*_: str) -> float:
-        raise ValueError("first\n\tsecond")
-
-    (failure,) = Rewards((RewardComponent("x", 1.0, lines),))(["a\nb"], [EXAMPLE]).failures
-    assert str(failure) == "x: ValueError: first second; completion 'a\\nb'"
-
-
 def test_a_turn_without_a_number_is_a_failure() -> None:
     rewards = Rewards(turn_reward=lambda turns, _: [1.0, None])  # type: ignore[list-item, return-value]
     batch = rewards(["ab"], [EXAMPLE], [["a", "b"]])
@@ -384,11 +381,6 @@ def test_the_format_task_rewards_letters_and_marks_apart() -> None:
     for text, content, marks in [("[a,b,c]", 1, 1), ("abc", 1, 0), ("[c,d,e]", 0, 1), ("f(a,b,c)", 1, 0)]:
         components = task.rewards([text], [example]).components
         assert components == {"content": [content], "format": [pytest.approx(marks, abs=0.15)]}, text
-
-
-def test_the_nearest_task_is_named() -> None:
-    with pytest.raises(InputError, match=r"task: expected one of sorting, .*, got 'calculater' \(is it 'calc"):
-        task_by_name("calculater", 8)
 
 
 def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:

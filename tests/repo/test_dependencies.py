@@ -103,7 +103,7 @@ atexit.register(lambda: print(sorted({"torch", "triton", "transformers", "matplo
     [
         ("typer", GSPO, "", "cli"),
         slow("transformers", GSPO, "train", "train"),
-        slow("matplotlib", BENCHMARKS, "report", "bench"),
+        slow("transformers", BENCHMARKS, "precision", "bench"),
     ],
 )
 def test_a_command_without_its_extra_prints_the_extra(absent: str, code: str, argument: str, extra: str) -> None:

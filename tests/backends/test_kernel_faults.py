@@ -256,7 +256,9 @@ for architecture in ("sm_80", "sm_90"):
 def test_there_is_a_barrier_between_writing_and_reading_coefficients() -> None:
     """The test needs a token-level ratio: the reduction of a sequence ratio always has a barrier in this place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command, folder = [sys.executable, "-c", BARRIERS], Path(__file__).parents[1]
-    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    )
+    run = subprocess.run([sys.executable, "-c", BARRIERS], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.splitlines() == ["sm_80 3", "sm_90 3"]

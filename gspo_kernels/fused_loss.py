@@ -156,7 +156,7 @@ def gspo_fused_loss(
     head_device = device_map(opened_head)
     if head_device is not None:
         head_arguments, policy_arguments = moved(head_arguments, head_device), moved(policy_arguments, head_device)
-        kept_sets = None if kept_sets is None else kept_sets.to(head_device)
+        kept_sets = kept_sets.to(head_device) if isinstance(kept_sets, KeptSets) else kept_sets
 
     with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
         check.boolean("entropy", entropy)

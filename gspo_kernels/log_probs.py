@@ -111,8 +111,8 @@ def linear_log_probs(
     head_device = device_map(opened_head)
     if head_device is not None:
         arguments = moved(arguments, head_device)
-        kept_sets = None if kept_sets is None else kept_sets.to(head_device)
-        extra_ids = None if extra_ids is None else extra_ids.to(head_device)
+        kept_sets = kept_sets.to(head_device) if isinstance(kept_sets, KeptSets) else kept_sets
+        extra_ids = extra_ids.to(head_device) if isinstance(extra_ids, Tensor) else extra_ids
 
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
         check.boolean("entropy", entropy)

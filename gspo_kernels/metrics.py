@@ -159,7 +159,11 @@ def _divisors(
     divisors = {name: own[name] if name in own else divisor_of(name) for name in parts[0]}
     for name, divisor in own.items():
         if divisor not in (None, *divisors):
-            check.fail(f"divisors[{name!r}]", "the name of a sum in parts, such as 'tokens'", divisor)
+            check.fail(
+                f"divisors[{name!r}]",
+                f"the name of a sum in parts, one of {', '.join(x for x in divisors if divisors[x] is None)}",
+                divisor,
+            )
     for name, divisor in divisors.items():
         for needed in (divisor, *_components(name)):
             if needed not in (None, *divisors):

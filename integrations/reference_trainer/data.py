@@ -123,8 +123,8 @@ def read_examples(option: str, path: Path, needs_answer: bool) -> list[Example]:
 def parse_line(where: str, line: str, needs_answer: bool) -> Example:
     """Parse one line of the file. Raise an InputError that begins with `where` for an invalid line."""
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
+        record = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # also a number with thousands of digits
         raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
     if not isinstance(record, dict):
         raise InputError(f'{where}: expected a JSON object with "prompt" and "answer", got {line.strip()[:60]!r}')
@@ -143,6 +143,10 @@ def parse_line(where: str, line: str, needs_answer: bool) -> Example:
             f'{where}: "answer" must be text or a number, and not empty, for the default reward, got {answer!r}'
         )
     return Example(prompt, answer, record)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def is_chat(messages: list[Any]) -> bool:

@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
 
 TURNS = "turns"  # the name under which rewards of turns are logged
 PATIENCE = 30.0  # seconds that the rewards of a batch may take before a line says so
 LARGEST = 3.4028234663852886e38  # of a reward: the largest finite float32
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
 
 
@@ -426,7 +427,7 @@ def answer_found(completion: str, answer: str | float) -> float:
         return 1.0
     if NUMBER.fullmatch(answer):
         numbers = NUMBER.findall(completion)
-        values = [float(text.replace(",", "")) for text in (answer, *numbers[-1:])]
+        values = [Decimal(text.replace(",", "")) for text in (answer, *numbers[-1:])]
         return float(len(values) == 2 and values[0] == values[1])
     words = completion.rstrip(".!?\"')*").split()
     expected = answer.split()

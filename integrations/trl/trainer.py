@@ -124,7 +124,7 @@ def accelerate_trainer(
     """Compute the log-probs of the trainer's model and reference model with `linear_log_probs`.
 
     The main process prints one line with backend, head and settings. A second call replaces the settings. Several
-    trainers may share a model: each uses its own settings.
+    trainers may share a model if all of them are accelerated: each uses its own settings.
 
     The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that its process has
     trained on since the last log. `gspo_kernels.LossOutput` documents them. With `skip_zero_advantage`, it also logs

@@ -213,6 +213,8 @@ def test_rewards_of_completions() -> None:
         ("so it costs 1,200.00 dollars", "1200", 1),
         ("42 or 43", "42", 0),
         ("none", "42", 0),
+        ("about 0.00001", 1e-5, 1),
+        ("9007199254740993", 9007199254740992, 0),  # equal in float64
         ("The capital is Paris.", "Paris", 1),
         ("It is New York!", "New York", 1),
         ("Paris is not it", "Paris", 0),
@@ -345,6 +347,7 @@ def test_the_error_of_a_failed_download_names_the_model(tmp_path: Path, monkeypa
         ([{"prompt": "a", "answer": "b"}], "at least 2 different prompts"),
         ([{"prompt": "a", "answer": "b"}, "", "{oops"], "line 3: expected a JSON object"),
         (["[1]"], "line 1: expected a JSON object"),
+        (['{"prompt": "a", "answer": NaN}'], "line 1: expected a JSON object"),
         ([{"prompt": "a"}], 'line 1: "answer" is missing'),
         ([{"answer": "a"}], 'line 1: "prompt" is missing'),
         ([{"prompt": 3, "answer": "a"}], 'line 1: "prompt" must be text'),

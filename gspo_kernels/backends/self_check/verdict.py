@@ -73,7 +73,7 @@ def obstacle(backend: str, device: torch.device, dtype: torch.dtype, subject: st
         )
     elif result is not None and result.failure is not None:
         file = result_file(_facts(*key))
-        again = f"to repeat the check, delete {file}" if file else "each process repeats the check"
+        again = f"to repeat the check, delete {file}" if file and file.exists() else "each process repeats the check"
         reason = (
             f"the self-check of the Triton kernels in {dtype_name(dtype)} failed: {result.failure} ({again}; with "
             "GSPO_BACKEND=torch, there is no check)"
@@ -184,7 +184,7 @@ def _read(file: Path | None) -> Result | None:
         return None
     try:
         failure = json.loads(file.read_text())["failure"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return Result(failure) if failure is None or isinstance(failure, str) else None
 

@@ -125,11 +125,13 @@ def test_with_an_address_the_links_of_the_description_are_absolute(source: Path,
     assert with_address != project
     (copy / "pyproject.toml").write_text(with_address)
     readme = (copy / "README.md").read_text()
-    (copy / "README.md").write_text(f"{readme}\n![A](docs/a.png) [B](docs/b.md#c) [D](https://d.example) [E](#e)\n")
+    (copy / "README.md").write_text(
+        f'{readme}\n<img src="docs/a.png"> [B](docs/b.md#c) [D](https://d.example) [E](#e)\n'
+    )
     (wheel,) = build(copy, tmp_path / "dist", "--wheel").iterdir()
     text = metadata(wheel).get_payload()
     place = "https://host.example/us/gspo"
-    ours = f"![A]({place}/raw/v{VERSION}/docs/a.png) [B]({place}/blob/v{VERSION}/docs/b.md#c)"
+    ours = f'<img src="{place}/raw/v{VERSION}/docs/a.png"> [B]({place}/blob/v{VERSION}/docs/b.md#c)'
     assert f"{ours} [D](https://d.example) [E](#e)" in text
     assert metadata(wheel)["Project-URL"] == f"Repository, {place}"
 

@@ -27,7 +27,7 @@ METRIC_RELATIVE, METRIC_ABSOLUTE = 1e-5, 1e-7
 DROPPED_MASS_RELATIVE = 1e-4
 DROPPED_MASS_ABSOLUTE = 1e-9  # in addition, in the self-check
 # Gradients from the kept entries of d_logits, by dtype. These limits detect wrong entries, not rounding.
-KEPT_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
+LIVE_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
 
 # Largest error that the self-check allows, divided by eps(dtype) and by the largest value. The tests allow 2 (r + 1),
 # where r is plain PyTorch's error in the same units. Rounding to half precision once gives r = 0.5. In fp32, r is up to

@@ -20,7 +20,7 @@ from torch import Tensor
 from gspo_kernels.tolerance import (
     DROPPED_MASS_RELATIVE,
     FLOAT64_RELATIVE,
-    KEPT_GRADIENT_RELATIVE,
+    LIVE_GRADIENT_RELATIVE,
     LOG_PROB_RMS_ON_GPUS,
     LOSS_PER_ADVANTAGE,
     METRIC_ABSOLUTE,
@@ -32,7 +32,7 @@ from gspo_kernels.tolerance import (
 __all__ = [
     "DROPPED_MASS_RELATIVE",
     "FLOAT64_RELATIVE",
-    "KEPT_GRADIENT_RELATIVE",
+    "LIVE_GRADIENT_RELATIVE",
     "LOG_PROB_RMS_ON_GPUS",
     "LOSS_PER_ADVANTAGE",
     "METRIC_ABSOLUTE",

@@ -166,7 +166,9 @@ def run_of(every: Results, scenario: str, dtype: str = "float32") -> Results:
 
 
 def heads_on_a_cpu(every: Results) -> str:
-    exact, dense, half = run_of(every, "rl-like"), run_of(every, "dense"), run_of(every, "rl-like", "bfloat16")
+    exact = run_of(every, "rl-like")
+    dense = run_of(every, "dense")
+    half = run_of(every, "rl-like", "bfloat16")
     large = max(every["step-cpu"]["memory"]["points"], key=lambda point: point["tokens"])
     columns: dict[str, tuple[list[Results], Cell]] = {
         f"peak MiB, {exact['on']['tokens']:,} tokens": (exact["candidates"], mib),

@@ -281,7 +281,7 @@ def compared(old: Scored, new: Scored, advantages: Tensor) -> Iterator[tuple[str
 
 
 def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
-    """True where a sequence with log-ratio u is not clipped. `positive`: whether its advantage is positive."""
+    """True where a sequence with log-ratio u is not clipped. `positive` is True where the advantage is positive."""
     low, high = Objective().log_window
     return torch.where(positive, u <= high, u >= low)
 

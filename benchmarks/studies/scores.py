@@ -34,7 +34,7 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 
 
 def about(values: Sequence[float]) -> Results:
-    """The mean and its 95 % interval by Student's t. A single value has no interval: None."""
+    """The mean and its 95 % interval (Student's t). The interval is None for a single value."""
     mean = fmean(values)
     if len(values) not in STUDENT:
         return {"mean": mean, "95 %": None}
@@ -111,7 +111,7 @@ def tokens_clipped(runs: Sequence[Results]) -> float:
 
 
 def length(runs: Sequence[Results], part: int) -> float:
-    """Mean answer length in tokens, in a part of the training. Trainings that diverged before it are left out."""
+    """Mean answer length in tokens in one part of training, without the trainings that had diverged by then."""
     values = [run["over training"]["answer_tokens"][part] for run in runs]
     return fmean([x for x in values if x is not None and not math.isnan(x)] or [math.nan])
 
@@ -122,7 +122,7 @@ def plain(arm: str) -> str:
 
 
 def base(runs: Results, arm: str) -> str | None:
-    """The arm with which an arm is compared; None if there is none."""
+    """The arm that `arm` is compared with, or None."""
     first = next(iter(runs))
     of_arm = plain(arm) if plain(arm) != arm else first
     return of_arm if of_arm in runs and of_arm != arm else None

@@ -34,7 +34,7 @@ class Backend(PairKernels, Protocol):
     """The functions of a backend. A backend is a module: `backends.torch` or `backends.triton`."""
 
     def head_forward(self, head: HeadRows) -> HeadResult:
-        """Run `forward_and_cache` and cache nothing."""
+        """Run `forward_and_cache` without a cache or tile masses."""
         ...
 
     def forward_and_cache(

@@ -312,9 +312,10 @@ def steps_of(value: Any) -> tuple[Step, ...]:
     value = yaml.safe_load(value) if isinstance(value, str) else value
     steps = []
     for call in [value] if isinstance(value, str | Mapping) else value:
-        ((name, options),) = (
-            call.items() if isinstance(call, Mapping) else [call if isinstance(call, Step) else (call, {})]
-        )
+        if isinstance(call, Mapping):
+            ((name, options),) = call.items()
+        else:
+            name, options = call if isinstance(call, Step) else (call, {})
         if not isinstance(options, Mapping | None):
             raise TypeError
         steps.append(Step(name, {key: number(x) for key, x in (options or {}).items()}))

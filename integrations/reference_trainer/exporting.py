@@ -169,7 +169,7 @@ With vLLM: `vllm serve {name}{flag}`."""
 
 
 def name_of_base(base: str) -> str:
-    """The hub id of a model, or the name of its folder. The model of a run is named with its run."""
+    """Shorten a folder to its name, and the model of a run to run/model. A hub id is returned unchanged."""
     path = Path(base)
     if not path.is_absolute():
         return base

@@ -21,11 +21,11 @@ WORK = dict.fromkeys(costs.SITUATIONS, (5 / 8, 3)) | {
     "dense": (1.0, 3), "dense, entropy": (1.0, 3), "no gradient asked": (1.0, 0), "frozen head": (1.0, 2),
     "frozen body": (1.0, 2), "half prompt": (1.0, 3), "half prompt, zero advantages": (6 / 8, 3),
     "rl-like, KL": (1.0, 3), "rl-like, entropy bonus": (1.0, 3), "KL, budget 1e-3": (1.0, 3),
-    "dense, all kept": (1.0, 3),
+    "dense, all cached": (1.0, 3),
 }  # fmt: skip  # a table
 # Share of the tokens whose logits the backward recomputes, if not that of live tokens. The cache of the second holds
 # two sequences, of which one is clipped.
-RECOMPUTED = {"dense, all kept": 0.0, "rl-like, half kept": 4 / 8}
+RECOMPUTED = {"dense, all cached": 0.0, "rl-like, half cached": 4 / 8}
 IGNORE_LOG_OF_ZERO = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns in tiles without mass
 DROPPING = ("rl-like, budget 1e-3", "KL, budget 1e-3")  # the budget drops cells; for a flat policy it drops none
 

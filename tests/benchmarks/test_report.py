@@ -75,7 +75,7 @@ def test_result_files_have_one_record_per_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make `pages` read copies of the results, and return the copy of the figure's."""
+    """Make `pages` read copies of the results. Return the path of the copy that the figure is drawn from."""
     for path in pages.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(pages, "RESULTS", tmp_path)

@@ -79,8 +79,8 @@ SITUATIONS: dict[str, Record] = {
     "KL, budget 1e-3": dict(objective=KL, budget=1e-3),
     "flat policy, budget 1e-3": dict(zero=2, clipped=1, budget=1e-3, peaked=False),
     "padded tiles": dict(zero=2, clipped=1, rows=1000),
-    "dense, all kept": dict(cache_mib=32),
-    "rl-like, half kept": dict(zero=2, clipped=1, cache_mib=10),
+    "dense, all cached": dict(cache_mib=32),
+    "rl-like, half cached": dict(zero=2, clipped=1, cache_mib=10),
 }
 
 

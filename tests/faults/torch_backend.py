@@ -34,7 +34,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "token weights also multiply the KL": (
         "torch/sequence:policy_forward",
-        "{+(1 if policy.token_weights is None else policy.token_weights) * +}objective.kl_coef * _kl_share(mask, "
+        "{+(1 if policy.token_weights is None else policy.token_weights) * +}objective.kl_coef * _kl_weight(mask, "
         "sequence, lengths, policy, objective)",
         f"{OBJECTIVE}[torch-packed-per-token-weights-cispo-sequence]",
     ),
@@ -84,7 +84,7 @@ FAULTS: dict[str, Fault] = {
         "workers::test_terms_are_added_in_order",
     ),
     "the policy normalizer used for KL, in torch": (
-        "_kl_share",
+        "_kl_weight",
         "[-aggregation == objective.aggregation-]{+True+}",
         "loss_faults::test_a_kl_term_with_another_aggregation_has_its_own_divisor[torch-sequence]",
     ),

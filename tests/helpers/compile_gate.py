@@ -93,7 +93,7 @@ class Row(NamedTuple):
 
 
 def survey(architectures: Sequence[str], only: str | None = None) -> Iterator[Row]:
-    """Compile every kernel variant that the library launches, each once; with `only`, those of one case."""
+    """Compile each kernel variant that the library launches once. `only` names the one case to compile."""
     cases = [x for x in runs() if only in (None, x[0])]
     if only is None:
         cases += [(f"{case} {h},{v}", dtype, run) for h, v in SHAPES for case, dtype, run in runs((h, v))]

@@ -265,7 +265,7 @@ def test_other_objects_raise_and_overridden_log_probs_are_warned_of(tmp_path: Pa
 
 
 def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Path) -> None:
-    """Log-probs and entropies equal those of logits at the trainer's temperature."""
+    """Log-probs and entropies equal the ones computed from logits divided by the trainer's temperature."""
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, beta=0.1, temperature=0.7)
     accelerate_trainer(trainer)
     ids = torch.randint(2, 10, (2, 7))

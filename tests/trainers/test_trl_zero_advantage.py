@@ -302,7 +302,7 @@ class AtStepEnd(AtSubstep):
 
 
 def assert_weights_equal_stock_trls(train: Callable[[bool], Any]) -> None:
-    """Compare the weights of two trained trainers: `train(False)` returns TRL's, `train(True)` an accelerated one."""
+    """Compare the weights after training with stock TRL (`train(False)`) and accelerated (`train(True)`)."""
     stock, ours = (whole(train(ours).model.parameters()) for ours in (False, True))
     torch.testing.assert_close(ours, stock, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 

@@ -22,8 +22,8 @@ from ...tolerance import (
     DROPPED_MASS_ABSOLUTE,
     DROPPED_MASS_RELATIVE,
     FLOAT64_RELATIVE,
-    KEPT_GRADIENT_RELATIVE,
     LARGEST_ERROR,
+    LIVE_GRADIENT_RELATIVE,
     LOG_PROB_RMS_ON_GPUS,
     LOSS_PER_ADVANTAGE,
     METRIC_ABSOLUTE,
@@ -198,7 +198,7 @@ class _Check:
         gradients = kernels.head_backward(head, result, self.d_log_probs, None, _needs(head), live, cached)
         for name, ours, expected in self._gradients(gradients, d_logits):
             error = (ours - expected).norm() / expected.norm()
-            allowed = KEPT_GRADIENT_RELATIVE[self.dtype]
+            allowed = LIVE_GRADIENT_RELATIVE[self.dtype]
             _limit(f"d_{name} of the live cells, relative", self.dtype, error.item(), allowed)
 
     def budget_from_cache(self) -> None:

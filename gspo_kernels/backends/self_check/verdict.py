@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Result(NamedTuple):
-    """The result of a check. Where there is none yet, functions return None instead."""
+    """The result of a check that has run. Functions return None if none has."""
 
     failure: str | None  # the wrong kernels and their errors; None if all are right
 
@@ -90,7 +90,7 @@ obstacle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 
 
 def state(device: torch.device, dtype: torch.dtype) -> str:
-    """Describe the state of the check of the head for `gspo doctor`, without running it."""
+    """Say for `gspo doctor` whether the head's check has run and passed, without running it."""
     if not is_enabled():
         return "off (GSPO_SELF_CHECK=0)"
     result = _result((device, dtype, "head"), may_run=False)
@@ -104,7 +104,7 @@ def _can_run(device: torch.device) -> bool:
 
 
 def _result(key: Key, may_run: bool) -> Result | None:
-    """The known or stored result. If there is none, run the check, or return None unless it may run."""
+    """This process's result, or the stored one. If there is neither, run the check, or return None unless `may_run`."""
     facts = _facts(*key)
     file = result_file(facts)
     result = _results.get(key) or _read(file)

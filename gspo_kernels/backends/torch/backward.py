@@ -243,7 +243,9 @@ class LogitGradients:
 
         `weight` holds the columns of the tile, or of the entire slab. It is not used if the forward cached the tile.
         """
-        cached, minus_d, softcap = self.cached, -self.d_log_probs[rows, None], self.tiles.head.logit_softcap
+        cached = self.cached
+        minus_d = -self.d_log_probs[rows, None]
+        softcap = self.tiles.head.logit_softcap
         in_slab, column = self.tiles.target_columns(rows, low, high)
         if cached is not None and cached.hold(rows) and self.d_entropy is None and softcap is None:
             tile = cached.tile(rows, low, high)
@@ -269,9 +271,8 @@ class LogitGradients:
             z = self.tiles.logits(rows, weight, low, high)
             slope = self.tiles.tail_slope(rows, z)
             return z.sub_(self.shift[rows, None]).sub_(self.log_total[rows, None]), slope
-        log_p = (
-            cached.tile(rows, low, high).to(self.tiles.dtype, copy=True).log_().add_(cached.scale(rows, low)[:, None])
-        )
+        log_p = cached.tile(rows, low, high).to(self.tiles.dtype, copy=True).log_()
+        log_p.add_(cached.scale(rows, low)[:, None])
         log_p.clamp_(min=LOG_OF_NOTHING)  # exponentials that were rounded to 0
         if softcap is None:
             return log_p, self.tiles.tail_slope(rows, log_p)

@@ -102,7 +102,7 @@ class _SlabTotals:
         sharded = tiles.head.shard and len(cached.tile_mass)
         self.tile_mass = tiles.zeros(cells, tiles.padded) if sharded else cached.tile_mass
         self.own_top = self.top  # of this rank's slabs, where `top` is of all ranks
-        self.rows_to_keep = int(cached.n_cached) if len(cached.exponentials) else 0
+        self.rows_to_cache = int(cached.n_cached) if len(cached.exponentials) else 0
 
     def reduce(self, task: tuple[int, list[slice]]) -> None:
         """Compute and reduce the logits of one slab for several chunks of rows."""
@@ -119,8 +119,8 @@ class _SlabTotals:
             top = z.amax(1)
             z.sub_(_finite(top)[:, None])
             weights = z.exp() if entropy else z.exp_()
-            if rows.start < self.rows_to_keep:
-                keep = slice(rows.start, min(rows.stop, self.rows_to_keep))
+            if rows.start < self.rows_to_cache:
+                keep = slice(rows.start, min(rows.stop, self.rows_to_cache))
                 self.cached.exponentials[keep, low:high] = lift(
                     weights[: keep.stop - keep.start], tiles.head.hidden.dtype
                 )

@@ -80,12 +80,12 @@ def policy_forward(
         d = torch.where(mask, log_probs - policy.ref_log_probs, 0)
         kl, kl_slope = kl_and_slope(d, token_log_ratio, objective.kl_estimator)
     if objective.kl_coef > 0 and kl is not None and kl_slope is not None:
-        kl_share = objective.kl_coef * _kl_share(mask, sequence, lengths, policy, objective)
+        kl_weight = objective.kl_coef * _kl_weight(mask, sequence, lengths, policy, objective)
         if objective.kl_ratio_factor:
-            kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
-            d_log_ratio = d_log_ratio + divergence_times(kl, kl_share)
-        loss_rows = loss_rows + divergence_times(kl, kl_share)
-        d_log_prob = d_log_prob + divergence_times(kl_slope, kl_share)
+            kl_weight = torch.where(mask, kl_weight * log_ratio.exp(), 0)
+            d_log_ratio = d_log_ratio + divergence_times(kl, kl_weight)
+        loss_rows = loss_rows + divergence_times(kl, kl_weight)
+        d_log_prob = d_log_prob + divergence_times(kl_slope, kl_weight)
 
     entropy_coefficient = lp.new_empty(0)
     if objective.entropy_coef != 0 and entropy is not None:
@@ -143,7 +143,7 @@ def _log_ratios(
     return token_log_ratio, summed, token_bounds
 
 
-def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
+def _kl_weight(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
     """Compute c'_it, the weight of each token in the KL term, [N].
 
     The aggregation is `kl_aggregation` or, if that is None, the policy term's. The normalizer is `kl_normalizer` or, if

@@ -58,18 +58,6 @@ def log_backwards(trainer: Any) -> None:
     replace_method(trainer, "log", log_with_backwards)
 
 
-def call_before(trainer: Any, name: str, function: Callable[[], None]) -> None:
-    """Call `function` before each call of a method of the trainer."""
-    method = getattr(trainer, name)
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        function()
-        return method(*args, **kwargs)
-
-    replace_method(trainer, name, call)
-
-
 def replace_method(trainer: Any, name: str, function: Callable[..., Any]) -> None:
     """Replace a method of the instance. A method may be replaced several times."""
     vars(trainer).setdefault(_REPLACED, {}).setdefault(name, method_before(trainer, name))

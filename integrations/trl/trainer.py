@@ -20,7 +20,7 @@ from ..backwards import BackwardSettings
 from ..huggingface import base_model, fuse_head
 from ..huggingface.fused_head import fused_head_of
 from .config import LEVELS, METHOD, GSPOConfig, backward_settings, check_trainer, warn_of_settings_that_never_clip
-from .logs import call_before, log_backwards, print_settings
+from .logs import log_backwards, print_settings, replace_method
 from .model_forward import ModelLogProbs
 from .zero_advantage import EqualRewards, LiveAnswers, check_skipping
 
@@ -123,8 +123,8 @@ def accelerate_trainer(
 ) -> Trainer:
     """Compute the log-probs of the trainer's model and reference model with `linear_log_probs`.
 
-    The main process prints one line with backend, head and settings. A second call replaces the settings. Several
-    trainers may share a model if all of them are accelerated: each uses its own settings.
+    The main process prints one line with backend, head and settings. A second call replaces the settings. Other
+    trainers may share the model: each uses its own settings, and one that is not accelerated TRL's own log-probs.
 
     The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that its process has
     trained on since the last log. `gspo_kernels.LossOutput` documents them. With `skip_zero_advantage`, it also logs
@@ -182,10 +182,9 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skip_z
     temperature = trainer.temperature if previous is None else previous.temperature  # TRL reads it only once, too
     log_probs = ModelLogProbs(temperature, settings)
     vars(trainer).update({_MODELS: models, _LOG_PROBS: log_probs})
-    _use_log_probs(trainer)
     if previous is None:
         log_backwards(trainer)
-        call_before(trainer, METHOD, functools.partial(_use_log_probs, trainer))
+        _use_log_probs(trainer)
         setattr(trainer, _LIVE, LiveAnswers(trainer))
         if getattr(trainer.args, "zero_equal_rewards", True):
             EqualRewards(trainer, zeroes=isinstance(trainer, GSPOTrainer))
@@ -207,15 +206,36 @@ def _warn_of_overridden_log_probs(place: str, kind: type[GRPOTrainer], stackleve
         )
 
 
+@contextlib.contextmanager
+def log_probs_of(trainer: Any) -> Iterator[None]:
+    """Make the trainer's models compute log-probs with its settings inside this context.
+
+    Outside it, other trainers may ask the same models for log-probs.
+    """
+    heads = [fused_head_of(model) for model in vars(trainer)[_MODELS]]
+    if not all(head is not None and head.is_outermost() for head in heads):
+        warn_once(
+            "accelerate_trainer: the forward of the model was replaced after the call, for example by another "
+            "trainer of the model. Call accelerate_trainer(trainer) again",
+            stacklevel=6,
+        )
+    present = [head for head in heads if head is not None]
+    for head in present:
+        head.fused_lm_head = vars(trainer)[_LOG_PROBS]
+    try:
+        yield
+    finally:
+        for head in present:
+            head.fused_lm_head = None
+
+
 def _use_log_probs(trainer: Any) -> None:
-    """Make the trainer's models compute log-probs with its settings. Other trainers may share the models."""
-    for model in vars(trainer)[_MODELS]:
-        fused = fused_head_of(model)
-        if fused is not None:
-            fused.fused_lm_head = vars(trainer)[_LOG_PROBS]
-        if fused is None or not fused.is_outermost():
-            warn_once(
-                "accelerate_trainer: the forward of the model was replaced after the call, for example by another "
-                "trainer of the model. Call accelerate_trainer(trainer) again",
-                stacklevel=4,
-            )
+    """Replace the method by which the trainer asks its models for log-probs."""
+    method = getattr(trainer, METHOD)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with log_probs_of(trainer):
+            return method(*args, **kwargs)
+
+    replace_method(trainer, METHOD, call)

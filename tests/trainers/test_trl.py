@@ -30,8 +30,9 @@ from trl import GRPOTrainer
 
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations.backwards import METRICS
-from gspo_kernels.integrations.huggingface import HeadError, base_model, fuse_head
+from gspo_kernels.integrations.huggingface import HeadError, base_model, is_fused
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.trl.trainer import log_probs_of
 
 # TRL computes every loss from our log-probs and entropies, so the cases differ in how it uses those. More loss types,
 # numbers of updates and masks: test_trl_zero_advantage.py.
@@ -175,17 +176,18 @@ def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
     stock = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     assert (stock - expected).abs().max() > 0.1
     accelerate_trainer(trainer)
-    out = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    with log_probs_of(trainer):
+        out = model(input_ids=ids, labels=ids, fused_lm_head=True)
     torch.testing.assert_close(out.log_probs, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
     torch.testing.assert_close(out.loss, -expected.mean(), rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    with pytest.raises(ValueError, match="labels or shift_labels must be given"):
+    with log_probs_of(trainer), pytest.raises(ValueError, match="labels or shift_labels must be given"):
         model(input_ids=ids, fused_lm_head=True)
 
 
 def test_the_documented_lines_run(tmp_path: Path) -> None:
     existing = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
     exec(TRL_EXISTING_LINES, {"trainer": existing})
-    assert fuse_head(base_model(existing.model)).fused_lm_head is not None
+    assert is_fused(existing.model)
     scope: dict[str, Any] = {
         "model": checkpoint(tmp_path / "other"),
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
@@ -213,7 +215,8 @@ def test_an_adapter_on_the_head_is_trained_with_our_trainer_only(
     adapters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     dense = trainer.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
     expected = torch.autograd.grad((dense[..., 0] * weight).sum(), list(adapters.values()))
-    out = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
+    with log_probs_of(trainer):
+        out = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
     torch.testing.assert_close(out.log_probs, dense[..., 0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
     computed = torch.autograd.grad((out.log_probs * weight).sum(), list(adapters.values()))
     for name, a, b in zip(adapters, computed, expected, strict=True):
@@ -273,14 +276,27 @@ def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Pat
     labels[:, :3], labels[1, -2:] = -100, -100
     for model in (trainer.model, trainer.ref_model):
         base = base_model(trainer.accelerator.unwrap_model(model))
-        assert fuse_head(base).fused_lm_head is not None
         dense = (base(input_ids=ids, use_cache=False).logits[:, :-1] / 0.7).log_softmax(-1)
         mask = labels[:, 1:] != -100
         log_probs = dense.gather(-1, ids[:, 1:, None])[..., 0] * mask
         expected = -log_probs.sum() / mask.sum(), log_probs, -(dense.exp() * dense).sum(-1) * mask
-        out = base(input_ids=ids, labels=labels, fused_lm_head=True)
+        with log_probs_of(trainer):
+            out = base(input_ids=ids, labels=labels, fused_lm_head=True)
         for x, y in zip((out.loss, out.log_probs, out.entropy), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def test_trainers_of_one_model_compute_log_probs_with_their_own_settings(tmp_path: Path) -> None:
+    """The temperature of an accelerated trainer must not reach one that is not accelerated. TRL's own do not differ."""
+    ours = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, temperature=2.0)
+    stock = make_trainer(GRPOTrainer, ours.model, tmp_path, temperature=0.5)
+    ids, mask = torch.randint(2, 10, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    accelerate_trainer(ours)
+    for trainer in (ours, stock, ours):
+        log_probs = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 4)[0]
+        logits = trainer.model(input_ids=ids, use_cache=False).logits[:, 2:-1]
+        expected = (logits / trainer.temperature).log_softmax(-1).gather(-1, ids[:, 3:, None])[..., 0]
+        torch.testing.assert_close(log_probs, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -44,7 +44,6 @@ MOVED_BY = {
         "benchmarks/suites/kept_sets.py",
     ),
     "long": TRAINING,
-    "moe": (*TRAINING, "integrations/reference_trainer/routing.py"),
     "precision": (*LOSS, "benchmarks/studies/precision.py"),
     "rounding": (*TRAINING, "gspo_kernels/sampler_mismatch.py"),
     "skip": (

@@ -268,14 +268,13 @@ def wrong_clip_decisions_by_length(every: Results) -> str:
 def trainings(every: Results) -> str:
     """The results of `gspo compare`, without the study of rounding."""
     rows = []
-    for stem, study in (("compare-cpu", "dense"), ("moe-cpu", "mixture"), ("long-cpu", "long answers")):
+    for stem, study in (("compare-cpu", "dense"), ("long-cpu", "long answers")):
         header, of_study = scores.rows(every[stem])
         for row in of_study:
             cells = dict(zip(header, row, strict=True))
             names = ("score", "difference", "tokens clipped")
-            extra = cells.get("experts changed") or cells.get("answer length") or "-"
-            rows.append((f"{study}: {cells['']}", *(cells[name] for name in names), extra))
-    return table(("", "score", "difference", "tokens clipped", "experts changed, or tokens of an answer"), rows)
+            rows.append((f"{study}: {cells['']}", *(cells[name] for name in names), cells.get("answer length", "-")))
+    return table(("", "score", "difference", "tokens clipped", "tokens of an answer"), rows)
 
 
 def roundings(every: Results) -> str:
@@ -295,16 +294,13 @@ def roundings(every: Results) -> str:
 
 def claims(every: Results) -> str:
     """The claims of the paper: what an independent run of verl found, and what we found."""
-    dense, mixture, long = (every[f"{name}-cpu"]["runs"] for name in ("compare", "moe", "long"))
+    dense, long = (every[f"{name}-cpu"]["runs"] for name in ("compare", "long"))
     best, grid = scores.best_scores, scores.over_grid
-    apart = [scores.difference(runs, "grpo", of) for runs in (dense, mixture) for of in (best, grid)]
-    apart.append(scores.difference(long, "grpo", best))
+    apart = [scores.difference(runs, "grpo", of) for runs, of in ((dense, best), (dense, grid), (long, best))]
     clipped = [{arm: scores.tokens_clipped(records) for arm, records in runs.items()} for runs in (dense, long)]
     shares = [" and ".join(scores.percent(x[arm]) for arm in ("gspo", "grpo")) for x in clipped]
     close = ("gspo + window x 10", "grpo + window x 0.01")
     ratios = [f"{clipped[1][gspo] / clipped[1][grpo]:.2g}" for gspo, grpo in (("gspo", "grpo"), close)]
-    replay = [scores.difference(mixture, name + scores.REPLAY, best) for name in ("gspo", "grpo")]
-    fell = [f"{sum(map(scores.collapsed, mixture[name]))} of {len(mixture[name])}" for name in ("gspo", "grpo")]
     changes = scores.changes(every["rounding-cpu"]["runs"])
     decided = sum(not low <= 0 <= high for low, high in (x["95 %"] for x in changes))
     wrong = bodies(every["precision-cpu"])["bf16 autocast"][NAIVE]
@@ -313,8 +309,8 @@ def claims(every: Results) -> str:
         (
             "GSPO trains more efficiently than GRPO (5.1)",
             "very similar, GRPO a bit faster",
-            f"GRPO's score minus GSPO's: {apart[0]} at the best settings, {apart[1]} over the grid; on a mixture of "
-            f"experts {apart[2]} and {apart[3]}; on long answers {apart[4]}",
+            f"GRPO's score minus GSPO's: {apart[0]} at the best settings, {apart[1]} over the grid; on long answers "
+            f"{apart[2]}",
         ),
         (
             "GSPO clips 15% of the tokens, GRPO 0.13% (5.2)",
@@ -326,12 +322,6 @@ def claims(every: Results) -> str:
             "-",
             f"GSPO's share over GRPO's, on long answers: {ratios[0]} with the paper's windows, {ratios[1]} with GSPO's "
             "window x 10 and GRPO's x 0.01",
-        ),
-        (
-            "GSPO is stable on mixtures of experts without Routing Replay (5.3)",
-            "-",
-            f"Replay changes GSPO's score by {replay[0]}, GRPO's by {replay[1]}. Without it, {fell[0]} trainings "
-            f"collapsed with GSPO, {fell[1]} with GRPO",
         ),
         (
             "sequence likelihoods tolerate imprecise log-probs (5.4)",

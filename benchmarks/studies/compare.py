@@ -28,13 +28,11 @@ from gspo_kernels.objective import Objective
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 from .. import bench_table, measure
-from .scores import FULL_LOGITS, MIS, REPLAY, ROUNDED_SAMPLER, SAMPLER, STUDENT, TIS, WINDOW, means, rows
+from .scores import FULL_LOGITS, MIS, ROUNDED_SAMPLER, SAMPLER, STUDENT, TIS, WINDOW, means, rows
 
 with needs("gspo compare", "train", "transformers", "tokenizers"):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
-    from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
+    from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
     from gspo_kernels.integrations.reference_trainer.trainer import Learner
     from gspo_kernels.integrations.reference_trainer.update import NotFiniteError
     from gspo_kernels.integrations.tasks import Task, batches, task_by_name
@@ -42,12 +40,10 @@ with needs("gspo compare", "train", "transformers", "tokenizers"):
 Record = dict[str, Any]
 Tick = Callable[[str], object]
 METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "token_log_ratio_std", "sequence_log_ratio_std")
-METRICS += ("router_changed",)  # only of mixtures
 METRICS += ("rollout_weight_mean", "rollout_bound_share")  # only with a correction
 CURVES = ("reward", "answer_tokens")
 PARTS = 4  # of a training of the study "long"; curves have the mean over the rollouts of each
 BODIES = ("bf16", "autocast", "fp16", "fp16-autocast")  # values of TrainConfig.precision, besides fp32
-EXPERTS = 8  # of each layer of the mixture
 WINDOWS: dict[str, tuple[float, ...]] = {"gspo": (10, 30), "grpo": (0.1, 0.01)}  # factors of the paper's windows
 LONGEST = {"sorting": 7, "long-sorting": 96}  # most tokens of an answer; 24 in the other tasks
 WARM_UP: Record = dict(steps=60, batch=24, learning_rate=2e-3)  # supervised steps before the study "long"
@@ -69,7 +65,6 @@ class Defaults(NamedTuple):
 
 STUDIES = {
     "dense": Defaults(),
-    "moe": Defaults(),
     "rounding": Defaults(learning_rates="1.5e-3", updates="4"),
     "long": Defaults("gspo,grpo,luspo", "long-sorting", 14, "5e-4", "4"),
 }
@@ -133,11 +128,10 @@ def grid_of(config: TrainConfig, learning_rates: Sequence[float], updates: Seque
 def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, Arm]:
     """Return the arms of a study. `names` are presets of `Objective`; "grpo" gets the window of the GSPO paper.
 
-    "moe": every objective is trained without and with Routing Replay. "rounding": every objective is trained in fp32,
-    with a body in each of `BODIES`, and in fp32 with a sampler whose weights are rounded to bf16. The answers of this
-    sampler get old log-probs from the trainer or from the sampler, or a truncated (TIS) or a masked (MIS) correction.
-    A body in half precision is also trained with full logits. "long": GSPO and GRPO are also trained with the windows
-    of `WINDOWS`.
+    "rounding": every objective is trained in fp32, with a body in each of `BODIES`, and in fp32 with a sampler whose
+    weights are rounded to bf16. The answers of this sampler get old log-probs from the trainer or from the sampler, or
+    a truncated (TIS) or a masked (MIS) correction. A body in half precision is also trained with full logits. "long":
+    GSPO and GRPO are also trained with the windows of `WINDOWS`.
 
     Raises:
         InputError: a name is not a preset.
@@ -150,8 +144,6 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
     arms: dict[str, Arm] = {}
     for name, objective in objectives.items():
         arms[name] = Arm(objective)
-        if study == "moe":
-            arms[name + REPLAY] = Arm(objective, {"routing_replay": True})
         if study == "rounding":
             rounded = {"sampler_precision": "bf16"}
             truncated = RolloutCorrection("token", "truncate", high=2.0)
@@ -171,29 +163,10 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
     return arms
 
 
-def mixture_policy(alphabet: str = SORTING) -> Policy:
-    """Make a Qwen3-MoE with random weights and the demo's tokenizer and sizes. It has no auxiliary loss."""
-    demo = demo_policy(alphabet)
-    options = demo.model.config.to_dict()
-    sizes = {name: options[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
-    sizes |= {name: options[name] for name in ("num_key_value_heads", "head_dim", "eos_token_id", "pad_token_id")}
-    config = Qwen3MoeConfig(
-        **sizes,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        moe_intermediate_size=options["intermediate_size"] // 2,
-        initializer_range=0.05,
-        router_aux_loss_coef=0.0,
-        max_position_embeddings=options["max_position_embeddings"],
-        tie_word_embeddings=False,
-    )
-    return make_policy(Qwen3MoeForCausalLM(config), demo.tokenizer)
-
-
-def policy_of(study: str, task: Task, config: TrainConfig, seed: int) -> Policy:
+def policy_of(task: Task, config: TrainConfig, seed: int) -> Policy:
     """Make the policy before training. With the precision bf16 or fp16, its weights are rounded."""
     torch.manual_seed(seed)
-    policy = mixture_policy(task.characters) if study == "moe" else demo_policy(task.characters)
+    policy = demo_policy(task.characters)
     if config.half_dtype and not config.uses_autocast:
         for parameter in policy.model.parameters():  # not the buffers: from_pretrained keeps them in fp32 too
             parameter.data = parameter.data.to(getattr(torch, config.half_dtype))
@@ -232,14 +205,14 @@ def cross_entropy(policy: Policy, batch: Sequence[tuple[list[int], int]]) -> Ten
 def compare(arms: dict[str, Arm], seeds: Sequence[int], grid: Sequence[TrainConfig], study: str, tick: Tick) -> Record:
     """Train every arm with every seed at every setting. Return the shared settings and a record of each training.
 
-    `study`: one of `STUDIES`; "moe" trains a mixture of experts, the others a dense model.
+    `study`: one of `STUDIES`.
     """
     task = task_by_name(grid[0].task, grid[0].eval_prompts)
     weights = warm_start(task) if study == "long" else None
     runs: dict[str, list[Record]] = {name: [] for name in arms}
     for seed, (name, arm), setting in itertools.product(seeds, arms.items(), grid):
         config = replace(setting, objective=arm.objective, **arm.options)
-        policy = policy_of(study, task, config, seed)
+        policy = policy_of(task, config, seed)
         if weights:
             policy.model.load_state_dict(weights)
         if arm.full_logits:
@@ -314,8 +287,6 @@ def run(
     of_seeds = parse("--seeds", seeds, int, "0,1,2")
     if not 1 <= len(of_seeds) <= max(STUDENT) or not all(0 <= seed < 2**32 for seed in of_seeds):
         raise InputError(f"--seeds: expected at most {max(STUDENT)} numbers from 0 to 2**32 - 1, got {seeds!r}")
-    if study == "moe" and 1 in numbers:
-        raise InputError("--updates: expected at least 2 with --study moe, which compares updates of a rollout, got 1")
     path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads

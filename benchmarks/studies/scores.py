@@ -7,7 +7,7 @@
   seeds. So no training helps to choose the setting at which it is judged.
 - *Over the grid*: for each seed, the mean score over all settings.
 - A *difference* is taken seed by seed, with a 95 % interval (Student's t). An arm with an addition, such as
-  "gspo + replay", is compared with its objective's plain arm, and a plain arm with the first arm.
+  "gspo + bf16", is compared with its objective's plain arm, and a plain arm with the first arm.
 - A training *collapsed* if its last held-out reward is less than half of its highest.
 """
 
@@ -22,7 +22,6 @@ from typing import Any
 
 Results = dict[str, Any]
 Row = tuple[str, ...]
-REPLAY = " + replay"
 ROUNDED_SAMPLER = " + bf16 sampler"
 SAMPLER = ROUNDED_SAMPLER + ", its log-probs"
 TIS = ROUNDED_SAMPLER + ", TIS"
@@ -181,8 +180,6 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
             "std of token, sequence log-ratios": ", ".join(spreads),
             "entropy": f"{mean_of(best, 'entropy'):.2f}",
         }
-        if results["study"] == "moe":
-            cells["experts changed"] = ", ".join(percent(mean_of(best, "router_changed", at)) for at in (1, -1))
         if "over training" in records[0]:
             cells["answer length"] = " to ".join(f"{length(records, part):.1f}" for part in (0, -1))
         lines.append(cells)

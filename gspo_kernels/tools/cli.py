@@ -344,9 +344,9 @@ def compare(
     study: Annotated[
         str,
         typer.Option(
-            help="dense; moe: a mixture of experts, without and with Routing Replay; rounding: bodies in half "
-            "precision, with our head and with full logits, and a sampler with weights in bf16, without and with "
-            "corrections; long: answers of 64 to 80 letters, with several clip windows."
+            help="dense; rounding: bodies in half precision, with our head and with full logits, and a sampler with "
+            "weights in bf16, without and with corrections; long: answers of 64 to 80 letters, with several clip "
+            "windows."
         ),
     ] = "dense",
     task: Annotated[

@@ -17,7 +17,7 @@ optimizer step). `gspo train` is the command line, and docs/trainer.md is its ma
     resuming     what may change when a run is resumed
     progress     printed progress          curves       curves.png
     stopping     Ctrl-C and SIGTERM        trackers     TensorBoard, Weights & Biases
-    routing      experts of a mixture      memory       predicted memory
+    memory       predicted memory
 """
 
 from gspo_kernels.extras import needs

@@ -14,7 +14,6 @@ import yaml
 
 from gspo_kernels import Objective
 from gspo_kernels.backends.workspace import cache_variable, workspace_bytes
-from gspo_kernels.objective import CLIPPING
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 from ..settings import Step
@@ -32,8 +31,7 @@ CHOICES = {
 }
 AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts"
 AT_LEAST_ZERO = (
-    "micro_batch_size threads max_prompt_tokens warmup_updates lora_rank "
-    "checkpoint_every clip_noise_every samples weight_decay top_k"
+    "micro_batch_size threads max_prompt_tokens warmup_updates lora_rank checkpoint_every samples weight_decay top_k"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
 RENDERING = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message"}  # set by chat.py
@@ -119,8 +117,6 @@ class TrainConfig:
     lora_alpha: float = 32.0
     lora_head: bool = False  # an adapter on the language-model head too
     gradient_checkpointing: bool = False
-    clip_noise_every: int = 0  # steps between measurements of the clip decisions that rounding changes; 0: none
-    routing_replay: bool = False  # train a mixture of experts with the experts that the old policy chose
     # The machine
     device: str = "auto"
     threads: int = 0  # CPU threads; 0: torch's default
@@ -154,9 +150,6 @@ class TrainConfig:
         require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
         require("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1")
         require("min_p", 0 <= self.min_p < 1, "a number from 0 to below 1")
-        require(
-            "clip_noise_every", not (self.truncation.is_on and self.clip_noise_every), "0 with top_k, top_p or min_p"
-        )
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
         with_entropy = "0 with an entropy bonus (entropy_coef above 0)"
         require("gradient_budget", not (self.gradient_budget and self.objective.entropy_coef), with_entropy)
@@ -183,23 +176,12 @@ class TrainConfig:
         require("chat_template_kwargs", is_json(variables), "texts as keys, and JSON values")
         require("chat_template_kwargs", not RENDERING & variables.keys(), reserved)
         require("task", not self.task or self.data is None, f"'' with data={self.data}, which has its own prompts")
-        if self.routing_replay and self.gradient_checkpointing:
-            presets = "the presets 1b-10b and moe set it to true"
-            raise InputError(f"routing_replay: expected gradient_checkpointing=false with it, got true ({presets})")
         sharded = self.parallel == "fsdp2"
         require("sampler_precision", not (self.sampler_precision and sharded), "'' with parallel=fsdp2")
         recomputed = "trainer with rollout_correction, which compares the trainer's log-probs with the sampler's"
         require(
             "old_log_probs", self.objective.rollout_correction is None or self.old_log_probs == "trainer", recomputed
         )
-        for name, conflict in {
-            "parallel=fsdp2": sharded,
-            "routing_replay": self.routing_replay,
-            f"surrogate={self.objective.surrogate}, which does not clip whole ratios": self.objective.surrogate
-            not in CLIPPING,
-            "one update per rollout, where the ratio is always 1": self.updates_per_rollout * self.epochs == 1,
-        }.items():
-            require("clip_noise_every", not (self.clip_noise_every and conflict), f"0 with {name}")
         if self.data is not None and self.model is None:
             raise InputError("data needs model=FOLDER, the checkpoint to train on it")
         require("eval_data", self.eval_data is None or self.data is not None, "none without data=FILE to train on")

@@ -19,7 +19,6 @@ from .chat import check_variables
 from .config import InputError, TrainConfig
 from .distributed import shard, world
 from .policy import SORTING, Policy, cast, check_head, demo_policy, make_policy, merged
-from .routing import ROUTERS, routers
 
 ADAPTER = "adapter_config.json"  # the file by which a folder is recognized as an adapter
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -158,11 +157,6 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     policy = make_policy(model, tokenizer)
-    if config.routing_replay and not routers(policy.inner):
-        raise InputError(
-            f"routing_replay: expected a mixture of experts with one of the routers {', '.join(ROUTERS)}, got "
-            f"{type(policy.inner).__name__}"
-        )
     policy.checkpointing = config.gradient_checkpointing
     check_variables(tokenizer, config.chat_template_kwargs)
     policy.chat_template_kwargs = config.chat_template_kwargs

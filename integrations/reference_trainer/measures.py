@@ -23,13 +23,11 @@ class Measures(NamedTuple):
 
     metrics: dict[str, Tensor]  # of the loss
     log_ratios: Tensor  # [answers, 3] fp64: number of tokens, mean log-ratio and variance of log-ratios per answer
-    routers: dict[str, Tensor]  # sums over tokens, see `router_sums`; {} without routers
     skipped: Tensor = torch.zeros(2, dtype=torch.int64)  # non-empty answers, and tokens, that did not run
 
     def cpu(self) -> Measures:
         """Copy the tensors to CPU memory."""
-        metrics, routers = ({name: x.cpu() for name, x in values.items()} for values in (self.metrics, self.routers))
-        return Measures(metrics, self.log_ratios.cpu(), routers, self.skipped)
+        return Measures({name: x.cpu() for name, x in self.metrics.items()}, self.log_ratios.cpu(), self.skipped)
 
 
 class Update(NamedTuple):
@@ -39,39 +37,13 @@ class Update(NamedTuple):
     measures: Measures  # of all processes
 
 
-def measured(mask: Tensor, old_log_probs: Tensor, out: LossOutput, routers: dict[str, Tensor]) -> Measures:
+def measured(mask: Tensor, old_log_probs: Tensor, out: LossOutput) -> Measures:
     """Measure a micro-batch. `mask` and `old_log_probs` are [b, T]."""
     log_ratios = torch.where(mask, out.log_probs.double() - old_log_probs.double(), 0)
     tokens = mask.sum(1, dtype=torch.float64)
     mean = log_ratios.sum(1) / tokens.clamp(min=1)
     squares = torch.where(mask, (log_ratios - mean[:, None]).square(), 0)
-    return Measures(out.metrics, torch.stack([tokens, mean, squares.sum(1) / tokens.clamp(min=1)], 1), routers)
-
-
-def router_sums(
-    logits: Tensor, mask: Tensor, top_k: int, before: Tensor | None, after: Tensor | None
-) -> dict[str, Tensor]:
-    """Sum over unmasked tokens, for the metrics that tell how evenly the routers use the experts (see `numbers`).
-
-    Args:
-        logits: of the routers, [layers, b * width, experts].
-        mask: True at tokens of prompts and answers, [b, width].
-        top_k: experts per token.
-        before, after: experts that the old and the current policy chose, [b, width, layers, k]; or None.
-    """
-    logits = logits.detach().float()[:, mask.flatten()]  # [layers, tokens, experts]
-    experts = logits.shape[-1]
-    top = logits.topk(top_k).indices.flatten(1)  # [layers, choices]
-    entropy = torch.distributions.Categorical(logits=logits).entropy()  # [layers, tokens]
-    sums = {
-        "load": torch.stack([row.bincount(minlength=experts) for row in top]),  # [layers, experts]
-        "entropy": entropy.sum(dtype=torch.float64),
-        "entropies": torch.tensor(entropy.numel()),
-    }
-    if before is not None and after is not None:
-        kept = (before[..., :, None] == after[..., None, :]).any(-1)[mask]  # [tokens, layers, k]
-        sums |= {"changed": (~kept).sum(), "chosen": torch.tensor(kept.numel())}
-    return sums
+    return Measures(out.metrics, torch.stack([tokens, mean, squares.sum(1) / tokens.clamp(min=1)], 1))
 
 
 def joined(parts: Sequence[Measures]) -> Measures:
@@ -79,7 +51,6 @@ def joined(parts: Sequence[Measures]) -> Measures:
     return Measures(
         combine([part.metrics for part in parts]),
         torch.cat([part.log_ratios for part in parts]),
-        {name: torch.stack([part.routers[name] for part in parts]).sum(0) for name in parts[0].routers},
         torch.stack([part.skipped for part in parts]).sum(0),
     )
 
@@ -102,10 +73,6 @@ def numbers(measures: Measures) -> dict[str, float]:
 
     token_log_ratio_std, sequence_log_ratio_std: standard deviations of the log-ratios of tokens, and of non-empty
     answers.
-    router_max_load: load of the busiest expert divided by the mean load, from 1 (even) to the number of experts; mean
-    over the layers.
-    router_entropy: entropy of the routing distribution of a token, in nats; mean over tokens and layers.
-    router_changed: share of experts that differ from the old policy's; only if they were recorded.
     """
     tokens, mean, variance = measures.log_ratios[measures.log_ratios[:, 0] > 0].unbind(1)  # of non-empty answers
     metrics = counting_skipped(measures.metrics, measures.skipped) if measures.skipped.any() else measures.metrics
@@ -115,13 +82,6 @@ def numbers(measures: Measures) -> dict[str, float]:
     of_tokens = (tokens * (variance + (mean - center).square())).sum() / tokens.sum()
     shown["token_log_ratio_std"] = of_tokens.sqrt().item() if len(tokens) else 0.0
     shown["sequence_log_ratio_std"] = mean.std(correction=0).item() if len(tokens) else 0.0
-    routers = measures.routers
-    if routers:
-        load = routers["load"].double()
-        shown["router_max_load"] = (load.amax(1) / load.mean(1)).mean().item()
-        shown["router_entropy"] = (routers["entropy"] / routers["entropies"]).item()
-    if "changed" in routers:
-        shown["router_changed"] = (routers["changed"] / routers["chosen"]).item()
     return shown
 
 

@@ -23,7 +23,6 @@ from . import distributed
 from .advantages import advantages_of
 from .chat import encode
 from .checkpoints import CHECKPOINT, WriteError
-from .clip_noise import ClipNoiseProbe
 from .config import InputError, TrainConfig
 from .data import Reward
 from .held_out import (
@@ -171,12 +170,8 @@ class Learner:
         config, step, rewards, batch = self.config, prepared.step, prepared.rewards, prepared.batch
         self.running = prepared.running
         parts = [rows for epoch in prepared.epochs for rows in epoch]
-        measures_noise = config.clip_noise_every and step % config.clip_noise_every == 0
-        probe = ClipNoiseProbe(config, self.policy, batch, parts[-1]) if measures_noise else None
-        updates, noise = [], {}
+        updates = []
         for i, rows in enumerate(parts):
-            if probe and i == len(parts) - 1:
-                noise = probe.measure()
             is_first = self.skipping.reuses_first and i == 0
             updates.append(update(config, self.policy, self.optimizer, batch, rows, is_first))
         row = {
@@ -185,7 +180,6 @@ class Learner:
             "truncated": prepared.rollout.truncated.float().mean().item(),
             **numbers_of_step(updates),
             "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
-            **noise,
             "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
             "answer_tokens": int(prepared.rollout.answer_mask.sum()) / config.rollout_size,
         }

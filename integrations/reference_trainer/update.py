@@ -15,10 +15,9 @@ from gspo_kernels import KeptSets, LossOutput, gspo_fused_loss, linear_log_probs
 
 from .config import TrainConfig
 from .distributed import gather, gather_rows, share, world
-from .measures import Measures, Update, joined, measured, numbers, router_sums
+from .measures import Measures, Update, joined, measured, numbers
 from .optimizer import Optimizer
-from .policy import Policy, decoder_config
-from .routing import routing, stacked
+from .policy import Policy
 from .sampling import Rollout
 from .zero_advantage import rows_to_run
 
@@ -30,7 +29,6 @@ class Batch:
     rollout: Rollout
     old_log_probs: Tensor  # [B, T] fp32, of the policy before the updates; the sampler's for answers that do not run
     ref_log_probs: Tensor | None  # [B, T] fp32, of the policy before training
-    experts: Tensor | None = None  # [B, P + T, layers, k] int64: choices of a mixture's routers, for old_log_probs
     advantages: Tensor | None = None  # [B] or [B, T]
     live: Tensor | None = None  # [B] bool in CPU memory: answers with a gradient; None: all answers run
 
@@ -109,41 +107,36 @@ def with_log_probs(
     """
     to_run = [rows_to_run(live, rows) for rows in (first_epoch[1:] if reuses_first else first_epoch)]
 
-    def computed(model: Policy) -> list[Tensor]:
-        """Compute log-probs, and experts for a mixture, in the order of `to_run`."""
+    def computed(model: Policy) -> Tensor:
+        """Compute log-probs in the order of `to_run`."""
         done = []
         for rows in to_run:
             parts = [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
-            done.append([gather_rows(torch.cat(pieces)) for pieces in zip(*parts, strict=True)])
-        return [torch.cat(pieces) for pieces in zip(*done, strict=True)]
+            done.append(gather_rows(torch.cat(parts)))
+        return torch.cat(done)
 
-    old, experts = rollout.log_probs.clone(), []
-    if to_run and (config.old_log_probs == "trainer" or policy.has_routers):
-        ran = torch.cat(to_run).to(old.device)
-        log_probs, *experts = computed(policy)
-        if config.old_log_probs == "trainer":
-            old[ran] = log_probs
-        experts = [x.new_zeros(len(old), *x.shape[1:]).index_copy(0, ran, x) for x in experts]
-    batch = Batch(rollout, old, None, *experts, live=live)
+    old = rollout.log_probs.clone()
+    if to_run and config.old_log_probs == "trainer":
+        old[torch.cat(to_run).to(old.device)] = computed(policy)
+    batch = Batch(rollout, old, None, live=live)
     if config.needs_reference:  # then all rows run
         with policy.reference() as reference:
             order = torch.cat(to_run).argsort().to(old.device)
-            batch = replace(batch, ref_log_probs=computed(reference)[0][order])
+            batch = replace(batch, ref_log_probs=computed(reference)[order])
     return batch
 
 
 @torch.no_grad()
-def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> list[Tensor]:
-    """Compute the log-probs of answers, [b, T] fp32. For a mixture, add the experts that its routers chose."""
+def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> Tensor:
+    """Compute the log-probs of answers, [b, T] fp32."""
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
         options |= {"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}
         options["kept_sets"] = kept_sets(config, rollout)
         return linear_log_probs(hidden, head, rollout.answer_ids, **options).log_probs
 
-    with autocast(config, policy), routing(policy.inner) as chosen:
-        computed, _ = policy.run(rollout, log_probs)
-    return [computed, *([stacked(chosen, len(computed))] if chosen else [])]
+    with autocast(config, policy):
+        return policy.run(rollout, log_probs)[0]
 
 
 def kept_sets(config: TrainConfig, rollout: Rollout) -> KeptSets | None:
@@ -206,14 +199,12 @@ def gradients(
     log_probs = []
     for part in parts:
         micro_batch = take(batch, part)
-        replayed = micro_batch.experts if config.routing_replay else None
-        with autocast(config, policy), routing(policy.inner, replayed) as chosen:
+        with autocast(config, policy):
             out, model_output = policy.run(
                 micro_batch.rollout, loss_of(config, micro_batch, divisors, is_first), train=True
             )
-        routers = sums_of_routers(policy, model_output, micro_batch, chosen)
         old = out.log_probs if is_first else micro_batch.old_log_probs
-        measures.append(measured(micro_batch.rollout.answer_mask, old, out, routers))
+        measures.append(measured(micro_batch.rollout.answer_mask, old, out))
         loss = out.loss
         if policy.router_loss_weight:
             loss = loss + policy.router_loss_weight * model_output.aux_loss / len(parts)  # a mean over micro-batches
@@ -268,13 +259,3 @@ def loss_of(
         )
 
     return loss
-
-
-def sums_of_routers(policy: Policy, output: Any, batch: Batch, chosen: list[Tensor]) -> dict[str, Tensor]:
-    """Measure the routers of a micro-batch; {} without routers."""
-    if not policy.has_routers:
-        return {}
-    mask = batch.rollout.attention_mask.bool()
-    logits = torch.stack(tuple(output.router_logits))
-    after = None if batch.experts is None else stacked(chosen, len(mask))
-    return router_sums(logits, mask, decoder_config(policy.inner).num_experts_per_tok, batch.experts, after)

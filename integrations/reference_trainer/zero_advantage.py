@@ -32,10 +32,8 @@ def skipping(config: TrainConfig, policy: Policy) -> Skipping:
         raise InputError(f"skip_zero_advantage: expected false or none with {reason}, got true")
     if reason or wanted is False:
         return Skipping(False, False, f"skip_zero_advantage=false{f' ({reason})' if wanted is None else ''}")
-    # The sampler correction needs old log-probs before the first update. The pass that computes old log-probs also
-    # records which experts the routers choose.
-    needed_before = config.objective.rollout_correction is not None or policy.has_routers
-    reuses_first = config.old_log_probs == "trainer" and not needed_before
+    # The sampler correction needs old log-probs before the first update.
+    reuses_first = config.old_log_probs == "trainer" and config.objective.rollout_correction is None
     description = "skip_zero_advantage=true: answers with advantage 0 do not run through the model"
     return Skipping(True, reuses_first, description)
 
@@ -51,8 +49,6 @@ def inexact_setting(config: TrainConfig, policy: Policy) -> str | None:
         f"entropy_coef={of.entropy_coef:g}": of.entropy_coef != 0,
         "advantages that contain a KL": config.needs_reference,  # and so depend on the log-probs of all answers
         f"router_aux_loss_coef={policy.router_loss_weight:g}": policy.router_loss_weight != 0,
-        # Rows that only fill up a process's share may differ between epochs, and their experts are not recorded.
-        f"epochs={config.epochs} and a mixture of experts": policy.has_routers and config.epochs > 1,
     }
     named = next((reason for reason, applies in reasons.items() if applies), None)
     return named or separate_experts(policy.model) or rope_of_longest_row(policy.model)

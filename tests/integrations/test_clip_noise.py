@@ -9,29 +9,21 @@ import itertools
 import math
 import random
 import warnings
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.pages import DOCS, blocks_in_order
-from helpers.reference_runs import rows_of, small
 
 pytest.importorskip("transformers")
-from safetensors.torch import load_file
 from tolerance import CLIP_NOISE_ERROR_RELATIVE, LOG_PROB_STD
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from gspo_kernels import Objective, validation
 from gspo_kernels.integrations.huggingface import LogProbsByPrecision, clip_noise, log_probs_by_precision
-from gspo_kernels.integrations.reference_trainer import train
-from gspo_kernels.integrations.reference_trainer.config import InputError
 from gspo_kernels.objective import AGGREGATIONS, CLIPPING, RATIOS, SURROGATES
 
 ANSWERS = 32
@@ -257,34 +249,3 @@ def test_modes_and_generators_are_those_of_before(fails: bool) -> None:
     numbers = drawn()
     set_seed(0)
     assert numbers == drawn()
-
-
-def test_gspo_train_has_the_same_bits_when_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout is on in every forward, and rewards draw random numbers, so an extra draw would change the training."""
-    forward = Qwen3MLP.forward
-    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.1, training=True))
-    options: dict[str, Any] = {"prompts_per_step": 8, "eval_prompts": 4, "precision": "autocast", "device": "cpu"}
-    every_step = ("clip_noise_every", "eval_every", "checkpoint_every")
-    measuring: dict[str, Any] = {**dict.fromkeys(every_step, 1), "samples": 0}
-    if find_spec("tensorboard"):
-        measuring["report_to"] = ("tensorboard",)
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [x.count("a") + sum(drawn()) for x in completions]
-
-    runs = []
-    for name, more in (("plain", {}), ("measured", measuring)):
-        train(small(tmp_path, name=name, save=True, **options, **more), reward=reward)
-        runs.append((rows_of(tmp_path / name), load_file(tmp_path / name / "model-seed0" / "model.safetensors")))
-    (plain, weights), (rows, measured) = runs
-    assert weights.keys() == measured.keys() and all(map(torch.equal, weights.values(), measured.values()))
-    for before, after in zip(plain, rows, strict=True):
-        assert all(after[name] == x for name, x in before.items() if name not in ("seconds", "tokens_per_second"))
-        if after["step"]:
-            assert 0 <= after["clip_noise"] <= 1 and 1e-5 < after["clip_noise_log_ratio"]
-            assert {"clip_noise_body", "clip_noise_head"} <= after.keys()
-
-
-def test_gspo_train_refuses_to_measure_where_nothing_is_clipped(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="clip_noise_every: expected 0 with one update per rollout"):
-        small(tmp_path, clip_noise_every=1, updates_per_rollout=1)

@@ -1,4 +1,4 @@
-"""`gspo compare`, and the recording and replay of routing that it uses."""
+"""`gspo compare`."""
 
 from __future__ import annotations
 
@@ -9,80 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reference_runs import hidden_states
-from tolerance import MODEL_LOG_PROB_ABSOLUTE, PARAMETER_ABSOLUTE
-from transformers import MixtralConfig, MixtralForCausalLM
+from tolerance import MODEL_LOG_PROB_ABSOLUTE
 from typer.testing import CliRunner
 
-from gspo_kernels import Objective, linear_log_probs
+from gspo_kernels import Objective
 from gspo_kernels.benchmarks.studies import compare, scores
 from gspo_kernels.integrations.reference_trainer import trainer
-from gspo_kernels.integrations.reference_trainer.measures import router_sums
-from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy, make_policy
-from gspo_kernels.integrations.reference_trainer.routing import routing, stacked
-from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
-from gspo_kernels.integrations.tasks import Example
 from gspo_kernels.tools.cli import app
 
 CONFIG = replace(compare.config_of("sorting", 2), prompts_per_step=8, group_size=4, eval_prompts=8, eval_every=1)
-MIXTRAL: dict[str, Any] = dict(vocab_size=15, hidden_size=16, intermediate_size=16, num_local_experts=4)
-MIXTRAL |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, router_aux_loss_coef=0.0)
-
-
-def mixture(name: str) -> Policy:
-    torch.manual_seed(0)
-    if name == "qwen":
-        return compare.mixture_policy()
-    return make_policy(MixtralForCausalLM(MixtralConfig(**MIXTRAL)), demo_policy().tokenizer)
-
-
-def rollout_of(policy: Policy) -> Rollout:
-    examples = [Example("sort ba:", ""), Example("sort fedcb:", "")]
-    return sample(policy, examples, group_size=4, max_new_tokens=7, temperature=1.0)
-
-
-@torch.no_grad()
-def log_probs(policy: Policy, rollout: Rollout, replayed: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:
-    with routing(policy.model, replayed) as chosen:
-        hidden = hidden_states(policy, rollout)
-    out = linear_log_probs(
-        hidden, policy.head, rollout.answer_ids, mask=rollout.answer_mask, **policy.fused.options.kwargs()
-    )
-    return out.log_probs, stacked(chosen, len(rollout.texts))
-
-
-@pytest.mark.parametrize("name", ["qwen", "mixtral"])
-def test_replayed_routing_computes_with_the_recorded_experts(name: str) -> None:
-    policy = mixture(name)
-    rollout = rollout_of(policy)
-    before, experts = log_probs(policy, rollout)
-    assert experts.shape == (*rollout.input_ids.shape, 2, 2)
-    again, _ = log_probs(policy, rollout, experts)
-    torch.testing.assert_close(again, before, rtol=0, atol=PARAMETER_ABSOLUTE)
-
-    routers = [x for x in policy.model.modules() if type(x).__name__.endswith("TopKRouter")]
-    for router in routers:
-        router.weight.data = router.weight.flip(0)  # expert 0 gets the logits of the last expert, and so on
-    free, chosen = log_probs(policy, rollout)
-    replayed, own_choice = log_probs(policy, rollout, experts)
-    count = routers[0].num_experts
-    # The first layer sees unchanged hidden states.
-    mirrored = count - 1 - experts[:, :, 0]
-    mask = rollout.attention_mask.bool()
-    assert torch.equal(chosen[:, :, 0][mask].sort(-1).values, mirrored[mask].sort(-1).values)
-    kept = (experts[..., :, None] == chosen[..., None, :]).any(-1)[mask]
-    assert kept.double().mean() < 0.7
-    assert not torch.equal(own_choice, experts)  # the list has the choices that were replaced
-    assert (free - before).abs().max() > 1e-3 < (replayed - free).abs().max()
-
-
-def test_the_share_of_changed_experts_ignores_order_and_padding() -> None:
-    before = torch.tensor([[[[0, 1]], [[2, 3]], [[0, 1]]]])  # [1, 3, 1, 2]
-    after = torch.tensor([[[[1, 0]], [[2, 0]], [[2, 3]]]])
-    logits = torch.zeros(1, 3, 4)
-    for mask, now, changed in (([[1, 1, 0]], after, 1), ([[1, 1, 1]], before, 0)):
-        sums = router_sums(logits, torch.tensor(mask).bool(), 2, before, now)
-        assert (sums["changed"], sums["chosen"]) == (changed, 2 * sum(mask[0]))
 
 
 def trained(names: list[str], study: str, seed: int, **options: Any) -> dict[str, Any]:
@@ -98,16 +33,6 @@ def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
         first = {name: values[0] for name, values in run["by update"].items() if name != "entropy"}
         assert set(first.values()) == {0.0}
         assert run["by update"]["token_log_ratio_std"][-1] > run["by update"]["sequence_log_ratio_std"][-1] > 0
-
-
-def test_a_mixture_is_trained_with_and_without_replay() -> None:
-    results = trained(["gspo"], "moe", 0)
-    assert list(results["runs"]) == ["gspo", "gspo + replay"]
-    plain, replay = (runs[0]["by update"] for runs in results["runs"].values())
-    assert plain["router_changed"][0] == 0 < plain["router_changed"][-1] < 1
-    assert plain["token_log_ratio_std"] != replay["token_log_ratio_std"]
-    header, rows = scores.rows(results)
-    assert [row[0] for row in rows] == ["GSPO", "GSPO + replay"] and len(header) == len(rows[0])
 
 
 def test_bodies_and_samplers_in_half_precision_are_compared_with_fp32() -> None:
@@ -189,7 +114,7 @@ def test_collapse_and_differences() -> None:
     gap = scores.gap([0.3, 0.4, 0.4], [0.25, 0.35, 0.3])
     assert gap["95 %"] == pytest.approx([0.2 / 3 - 4.303 * 0.05 / 3, 0.2 / 3 + 4.303 * 0.05 / 3])
     assert scores.about([0.5]) == {"mean": 0.5, "95 %": None}
-    names = {"gspo": 0.1, "gspo + replay": 0.2, "grpo": 0.4, "grpo + replay": 0.8}
+    names = {"gspo": 0.1, "gspo + bf16": 0.2, "grpo": 0.4, "grpo + bf16": 0.8}
     runs = {name: runs_of((1.0, [x] * 3)) for name, x in names.items()}
     found = [scores.difference(runs, name, scores.best_scores) for name in names]
     expected = ["-", *(f"{x} ({x} to {x})" for x in ("+0.100", "+0.300", "+0.400"))]  # to the objective, or to GSPO
@@ -214,12 +139,11 @@ def test_the_command_writes_results(tmp_path: Path) -> None:
     ("option", "message"),
     [
         (["--objectives", "gspo,gsop"], "--objectives: "),
-        (["--study", "mix"], "--study: expected dense, moe, rounding, long, got 'mix'"),
+        (["--study", "mix"], "--study: expected dense, rounding, long, got 'mix'"),
         (["--seeds", "1,1"], "got '1,1'"),
         (["--learning-rates", "fast"], "--learning-rates: expected different numbers separated by commas"),
         (["--learning-rates", "0"], "--learning-rates, --updates: learning_rate: expected a number above 0"),
         (["--updates", "3"], "updates_per_rollout: expected a divisor of the 128 answers of a rollout"),
-        (["--study", "moe", "--updates", "1"], "--updates: expected at least 2 with --study moe"),
         (["--seeds", f"0,{2**32}"], "--seeds: expected at most 10 numbers from 0 to 2**32 - 1, got '0,4294967296'"),
     ],
 )

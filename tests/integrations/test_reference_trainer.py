@@ -303,8 +303,6 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("sampler_precision=fp16", "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
         ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
-        ("preset=moe routing_replay=true", "routing_replay: expected gradient_checkpointing=false with it"),
-        ("routing_replay=true", "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
         ("report_to=mlflow", "report_to: expected tensorboard, wandb or both"),
         ("--steps 5", "--steps: expected key=value, such as steps=100"),
         ("--gradient_budget 1e-3", "(is it gradient_budget=VALUE?)"),

@@ -6,7 +6,6 @@ in float64 from logits, or by hand.
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -204,34 +203,6 @@ def test_the_optimizer_takes_the_step_of_adamw() -> None:
         for weight, start in zip(optimizer.weights, before, strict=True):
             expected = start + 0.01 * count / 4 * (1 - 0.5 * start)
             torch.testing.assert_close(weight.detach(), expected, rtol=METRIC_RELATIVE, atol=PARAMETER_ABSOLUTE)
-
-
-def test_router_metrics_of_two_micro_batches_are_means_over_unmasked_tokens_and_layers() -> None:
-    """Two layers of four experts, of which a token gets one. The last token of the second row is padding."""
-    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])  # entropy 1.75 ln 2
-    even = torch.zeros(4, 4)
-    logits = torch.stack([probabilities, probabilities, probabilities.roll(1), torch.tensor([0.0, 0.0, 0.0, 1.0])])
-    settings = SimpleNamespace(num_experts_per_tok=1)
-    decoder = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: settings))
-    model: Any = SimpleNamespace(inner=decoder, has_routers=True)
-    rollout: Any = SimpleNamespace(attention_mask=torch.tensor([[1, 1], [1, 0]]))
-    before = torch.tensor([[[[0], [2]], [[1], [2]]], [[[1], [2]], [[1], [1]]]])  # [B, width, layers, k]
-    chosen = [torch.tensor([[0], [0], [1], [3]]), torch.tensor([[2], [2], [2], [3]])]  # of each layer
-    output = SimpleNamespace(router_logits=(logits.log(), even.index_fill(1, torch.tensor(2), 1.0).log()))
-    answers = torch.tensor([[1.0, 0.0, 0.0]])
-    rows = [slice(0, 1), slice(1, 2)]  # of two tokens and of one token
-    parts = []
-    for row in rows:
-        tokens = slice(2 * row.start, 2 * row.stop)
-        cut: Any = SimpleNamespace(attention_mask=rollout.attention_mask[row])
-        part = update.Batch(cut, torch.zeros(1, 1), None, experts=before[row])
-        logits_of_part = SimpleNamespace(router_logits=[x[tokens] for x in output.router_logits])
-        sums = update.sums_of_routers(model, logits_of_part, part, [x[tokens] for x in chosen])
-        parts.append(measures.Measures({"tokens": torch.ones(())}, answers, sums))
-    metrics = measures.numbers(measures.joined(parts))
-    assert metrics["router_max_load"] == close((2 / 0.75 + 3 / 0.75) / 2)
-    assert metrics["router_entropy"] == close(1.75 * math.log(2) / 2)
-    assert metrics["router_changed"] == close(1 / 6)
 
 
 # One run

@@ -32,7 +32,6 @@ CASES: dict[str, tuple[float, dict[str, Any]]] = {
     "advantages of tokens": (0.5, {"objective": "gspo-token", "advantages": ["group_advantages", "token_returns"]}),
     "divided by tokens": (0.5, {"objective": "dapo", "old_log_probs": "sampler"}),
     "correction of the sampler": (0.5, {"rollout_correction": RolloutCorrection(), "precision": "autocast"}),
-    "routing replay": (0.5, {"model": "experts", "task": "sorting", "routing_replay": True, "max_new_tokens": 7}),
 }
 SAME = ("loss", "grad_norm", "clip_fraction", "token_clip_fraction_low", "zero_coefficient_share", "reward")
 
@@ -68,8 +67,6 @@ def compare(runs: list[tuple[list[dict[str, Any]], dict[str, Any]]]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_training_without_skipping(name: str, tmp_path: Path) -> None:
     dead, options = CASES[name]
-    if "model" in options:
-        options = options | {"model": str(moe_checkpoint(tmp_path / "experts", router_aux_loss_coef=0.0))}
     runs = [run(tmp_path, skips, dead, **options) for skips in (False, True)]
     compare(runs)
     assert runs[0][0][0]["rows_run"] == 1 > runs[1][0][0]["rows_run"]
@@ -170,7 +167,5 @@ def test_a_part_of_the_model_that_makes_skipping_inexact_is_named(tmp_path: Path
     assert "(rope_type='dynamic')" in skipping(TrainConfig(), policy).description
     policy.model.model.layers[0].experts = nn.ModuleList([nn.Linear(2, 2)])
     assert "(experts that are separate modules in model.layers.0)" in skipping(TrainConfig(), policy).description
-    for coefficient, epochs, reason in ((0.5, 1, "router_aux_loss_coef=0.5"), (0.0, 2, "epochs=2 and a mixture")):
-        model = str(moe_checkpoint(tmp_path / reason, router_aux_loss_coef=coefficient))
-        config = small(tmp_path, model=model, epochs=epochs)
-        assert reason in skipping(config, initial_policy(config)).description
+    config = small(tmp_path, model=str(moe_checkpoint(tmp_path / "experts")))
+    assert "router_aux_loss_coef=0.5" in skipping(config, initial_policy(config)).description

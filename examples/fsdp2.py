@@ -14,6 +14,7 @@ import random
 
 import torch
 import torch.distributed as dist
+from plain_loop import GROUP, LENGTH, MICRO_BATCHES, UPDATES, at_head, letters_in_place, sample
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,41 +27,6 @@ from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 from gspo_kernels.metrics import combine
 
 PROMPTS = 8  # per rank and rollout
-GROUP = 8  # answers per prompt
-UPDATES = 4  # per rollout
-MICRO_BATCHES = 2  # per update
-LENGTH = 6  # tokens per answer
-
-
-def letters_in_place(text, right):
-    """Return the share of letters in the right place."""
-    return sum(a == b for a, b in zip(text, right)) / max(len(text), len(right))
-
-
-def sample(model, tokenizer, prompts):
-    """Sample GROUP answers to each prompt. Return tensors with B = prompts * GROUP rows."""
-    inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to(model.device)
-    # synced_gpus: a rank whose answers have ended goes on until all ranks have ended, because every call of the model
-    # gathers its parameters from all ranks.
-    ids = model.generate(**inputs, num_return_sequences=GROUP, synced_gpus=True)  # [B, P + T]
-    answers = ids[:, inputs.input_ids.shape[1] :]  # [B, T]
-    ends = torch.isin(answers, torch.tensor(model.generation_config.eos_token_id, device=ids.device))
-    mask = ends.cumsum(1) - ends.int() == 0  # the tokens up to the first end-of-sequence token, inclusive
-    attention = torch.cat([inputs.attention_mask.repeat_interleave(GROUP, 0), mask.long()], 1)
-    return {"ids": ids, "attention": attention, "answers": answers, "mask": mask}
-
-
-def at_head(model, batch, function, *arguments, **options):
-    """Run the model, and call `function` with hidden states, head, target ids and mask in place of the logits."""
-    length = batch["answers"].shape[1]
-
-    def call(hidden, lm_head, **of_the_model):  # of_the_model: what the model does to its logits, such as a soft-cap
-        hidden = hidden[:, -length - 1 : -1]  # position t predicts token t + 1
-        return function(hidden, lm_head, batch["answers"], *arguments, mask=batch["mask"], **options, **of_the_model)
-
-    positions = (batch["attention"].cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": batch["ids"], "attention_mask": batch["attention"], "position_ids": positions}
-    return model(**inputs, with_head=call).result
 
 
 def mean_over_ranks(number, device):
@@ -107,7 +73,9 @@ def main():
     random.seed(rank)
     for step in range(options.steps):
         words = ["".join(random.choices("abcdef", k=3)) for _ in range(PROMPTS)]
-        batch = sample(model, tokenizer, [f"sort {word}:" for word in words])
+        # synced_gpus: a rank whose answers have ended goes on until all ranks have ended, because every call of the
+        # model gathers its parameters from all ranks.
+        batch = sample(model, tokenizer, [f"sort {word}:" for word in words], synced_gpus=True)
         texts = tokenizer.batch_decode(batch["answers"], skip_special_tokens=True)
         rewards = torch.tensor([letters_in_place(t, "".join(sorted(words[i // GROUP]))) for i, t in enumerate(texts)])
         batch["advantages"] = group_advantages(rewards, GROUP).to(model.device)

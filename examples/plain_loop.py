@@ -32,10 +32,10 @@ def letters_in_place(text, right):
     return sum(a == b for a, b in zip(text, right)) / max(len(text), len(right))
 
 
-def sample(model, tokenizer, prompts):
+def sample(model, tokenizer, prompts, **options):
     """Sample GROUP answers to each prompt. Return tensors with B = prompts * GROUP rows."""
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to(model.device)
-    ids = model.generate(**inputs, num_return_sequences=GROUP)  # [B, P + T]
+    ids = model.generate(**inputs, num_return_sequences=GROUP, **options)  # [B, P + T]
     answers = ids[:, inputs.input_ids.shape[1] :]  # [B, T]
     ends = torch.isin(answers, torch.tensor(model.generation_config.eos_token_id, device=ids.device))
     mask = ends.cumsum(1) - ends.int() == 0  # the tokens up to the first end-of-sequence token, inclusive

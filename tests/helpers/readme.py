@@ -1,4 +1,4 @@
-"""The README, its code blocks, and the example script that it shows."""
+"""The README, its code blocks, and the folder of examples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from helpers.pages import code_blocks
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
-TRL_EXAMPLE = ROOT / "examples" / "trl_gspo.py"
+EXAMPLES = ROOT / "examples"
+TRL_EXAMPLE = EXAMPLES / "trl_gspo.py"
 
 
 WITH_TRL, QUICK_START = code_blocks(README, "python")

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 from helpers import chat_model, pages
-from helpers.examples import EXAMPLES
 from helpers.ray_run import run_with_ray
-from helpers.readme import WITH_VERL
+from helpers.readme import EXAMPLES, WITH_VERL
 from tolerance import SHARE_ABSOLUTE
 
 pytest.importorskip("verl")

@@ -51,9 +51,7 @@ def train(
     options: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Options, such as steps=100 or preset=moe.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with options, or with the settings of ROLL's RLVR pipeline.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with options.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to continue, such as runs/demo.")] = None,
     dry_run: Annotated[
         bool,

@@ -27,7 +27,6 @@ CHOICES = {
     "old_log_probs": ("trainer", "sampler"),
     "parallel": ("ddp", "fsdp2"),
     "backend": ("auto", "torch", "triton"),
-    "normalizer": ("", "rows", "sequences", "tokens", "one"),
 }
 AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts"
 AT_LEAST_ZERO = (
@@ -94,7 +93,6 @@ class TrainConfig:
     objective: Objective = Objective()  # a preset's name, such as dapo  # noqa: RUF009 - frozen
     old_log_probs: str = "trainer"  # trainer: recomputed before the updates; sampler: as computed while sampling
     advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
-    normalizer: str = ""  # unit that divides the loss: rows, sequences, tokens or one; "": the objective's default
     gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
     cache_mib: float | None = None  # for exponentials of logits; None: GSPO_CACHE_MIB or the device's default
     backend: str = "auto"  # of the loss: "triton", "torch" or "auto"

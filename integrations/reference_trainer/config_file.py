@@ -1,12 +1,10 @@
-"""Read a TrainConfig from presets, a YAML file and key=value texts. ROLL's settings are recognized in the file."""
+"""Read a TrainConfig from presets, a YAML file and key=value texts."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import yaml
 
 from gspo_kernels import Objective
 
-from ..settings import from_roll
 from ..settings.yaml_file import read_yaml
 from ..tasks import nearest
 from .advantages import check_steps
@@ -33,72 +30,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"lora_rank": 32, "gradient_checkpointing": True},
 }
 OBJECTIVE = {f.name: str(f.type) for f in fields(Objective)}
-# A file with any of these keys has ROLL's settings. ROLL's name -> ours, where the values mean the same.
-ROLL_MARKS = {"rollout_batch_size", "num_return_sequences_in_group", "adv_estimator", "importance_sampling"}
-ROLL_NAMES = {
-    "rollout_batch_size": "prompts_per_step",
-    "num_return_sequences_in_group": "group_size",
-    "prompt_length": "max_prompt_tokens",
-    "response_length": "max_new_tokens",
-    "ppo_epochs": "epochs",
-    "max_steps": "steps",
-    "max_grad_norm": "max_grad_norm",
-    "eval_steps": "eval_every",
-    "save_steps": "checkpoint_every",
-    "pretrain": "model",
-    "exp_name": "name",
-    "output_dir": "output",
-}
-# TRL's name -> ours, for the message about an unknown option. TRL counts optimizer updates where we count rollouts.
-_UPDATES = "epochs * updates_per_rollout"
-TRL_NAMES = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "beta": "kl_coef",
-    "bf16": "precision=bf16 or precision=autocast",
-    "fp16": "precision=fp16 or precision=fp16-autocast",
-    "dataset_name": "data",
-    "eval_dataset": "eval_data",
-    "epsilon": "clip_low and clip_high",
-    "epsilon_high": "clip_high",
-    "dtype": "precision",
-    "eval_steps": f"eval_every * {_UPDATES}",
-    "fsdp": "parallel=fsdp2",
-    "generation_batch_size": "prompts_per_step * group_size",
-    "gradient_accumulation_steps": "micro_batch_size and updates_per_rollout",
-    "importance_sampling_level": "ratio",
-    "log_completions": "samples",
-    "lora_r": "lora_rank",
-    "loss_type": "objective or aggregation",
-    "lr_scheduler_type": "schedule",
-    "max_completion_length": "max_new_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "max_steps": f"steps * {_UPDATES}",
-    "model_name_or_path": "model",
-    "num_generations": "group_size",
-    "num_iterations": "epochs",
-    "num_train_epochs": "steps",  # `epochs` are passes over a rollout
-    "output_dir": "output",
-    "overwrite_output_dir": "overwrite",
-    "per_device_train_batch_size": "micro_batch_size",
-    "resume_from_checkpoint": "--resume FOLDER",
-    "reward_funcs": "reward",
-    "reward_weights": "reward=0.5*file.py:function",
-    "run_name": "name",
-    "save_steps": f"checkpoint_every * {_UPDATES}",
-    "scale_rewards": "advantages=[{group_advantages: {scale: none}}]",
-    "seed": "seeds",
-    "steps_per_generation": "updates_per_rollout",
-    "use_bias_correction_kl": "kl_ratio_factor",
-    "use_cpu": "device=cpu",
-    "use_peft": "lora_rank",
-    "vllm_importance_sampling_cap": "rollout_correction",
-    "vllm_importance_sampling_clip_max": "rollout_correction",
-    "vllm_importance_sampling_clip_min": "rollout_correction",
-    "vllm_importance_sampling_correction": "rollout_correction",
-    "vllm_importance_sampling_mode": "rollout_correction",
-    "warmup_ratio": "warmup_updates",
-    "warmup_steps": "warmup_updates",
-}
 # Defaults that differ for a pretrained model.
 CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "seeds": (0,),
@@ -109,8 +40,6 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
 # LoRA's best learning rate is about ten times that of full fine-tuning, in RL too. Source: "LoRA Without Regret"
 # (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
 LORA_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-5}
-ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay", "warmup_steps": "warmup_updates"}
-ROLL_SAMPLING = {"top_k": 50, "top_p": 0.7}  # of actor_infer.generating_args, with ROLL's defaults
 
 
 def train_config(**options: Any) -> TrainConfig:
@@ -147,8 +76,7 @@ def read_config(
     """Make a TrainConfig. Later sources win: preset, the file or the resumed run's options, key=value texts.
 
     Raises:
-        InputError: an option does not exist (the message names the nearest option, or for a TRL name our equivalent),
-            or its value cannot be used.
+        InputError: an option does not exist (the message names the nearest), or its value cannot be used.
     """
     options: dict[str, Any] = {} if file is None else options_of_file(Path(file))
     place: dict[str, Any] = {}
@@ -191,57 +119,7 @@ def options_of_file(path: Path) -> dict[str, Any]:
             f"--config {path}: expected all options of a run, but its {' and '.join(from_python)} came from Python. To "
             f'use the others with a {from_python[0]} of your own, remove the key "{RECORD}"'
         )
-    return roll_options(options) if ROLL_MARKS & options.keys() else options
-
-
-def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate ROLL's settings. Raise an InputError if this trainer cannot do what they say.
-
-    Settings of ROLL's cluster, workers and files have no meaning here and are left out, but for those that truncate
-    sampling. ROLL computes log-probs over the vocabulary then; this trainer uses the kept sets.
-    """
-    try:
-        reading = from_roll(settings)
-    except (TypeError, ValueError) as error:
-        raise InputError(str(error)) from error
-    beside = {name: value for name, value in reading.beside.items() if name != "defaults"}
-    if beside:
-        raise InputError(f"from_roll: expected none of the settings that this trainer does not support, got {beside}")
-    options = {ours: settings[name] for name, ours in ROLL_NAMES.items() if settings.get(name) is not None}
-    training = roll_section(settings, "actor_train", "training_args")
-    options |= {ours: training[name] for name, ours in ROLL_TRAINING.items() if training.get(name) is not None}
-    sampling = roll_section(settings, "actor_infer", "generating_args")
-    if sampling:
-        options |= {name: sampling.get(name, default) for name, default in ROLL_SAMPLING.items()}
-        if options["top_k"] == -1:  # all, in vLLM
-            options["top_k"] = 0
-    if settings.get("seed") is not None:
-        options["seeds"] = (settings["seed"],)
-    group = int(options.get("group_size", 1))
-    if "per_device_train_batch_size" in training and "prompts_per_step" in options:
-        sizes = [training["per_device_train_batch_size"], training.get("gradient_accumulation_steps", 1)]
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            names = "per_device_train_batch_size and gradient_accumulation_steps"
-            raise InputError(f"actor_train.training_args: expected positive integers for {names}, got {sizes}")
-        options["updates_per_rollout"] = max(1, int(options["prompts_per_step"]) * group // math.prod(sizes))
-    return options | {
-        "objective": reading.objective,
-        "advantages": reading.advantages,
-        "temperature": reading.temperature,
-        "normalizer": reading.normalizer,
-    }
-
-
-def roll_section(settings: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return a nested section of ROLL's settings, empty if it is missing. Raise an InputError if it is no mapping."""
-    section: Any = settings
-    for i, name in enumerate(names):
-        section = section.get(name)
-        if section is None:
-            return {}
-        if not isinstance(section, Mapping):
-            raise InputError(f"{'.'.join(names[: i + 1])}: expected keys and values, got {section!r}")
-    return section
+    return options
 
 
 def converted(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,9 +132,8 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
         elif name in OBJECTIVE:
             changes[name] = convert(name, OBJECTIVE[name], value)
         elif name != "objective":
-            raise InputError(
-                f"{name}: there is no such option{suggestion(name)}; `gspo train --dry-run` prints all options"
-            )
+            similar = nearest(name, [*TYPES, *OBJECTIVE, "objective", "preset"])
+            raise InputError(f"{name}: there is no such option{similar}; `gspo train --dry-run` prints all options")
     chosen = {name: value for name, value in chosen.items() if value is not None}
     of = options.get("objective", "gspo")
     try:
@@ -268,15 +145,3 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise InputError(f"objective: {error}") from error
     return chosen
-
-
-def suggestion(name: str) -> str:
-    """Suggest an option: our equivalent of an option of TRL, the most similar name, or what `name` abbreviates."""
-    names = [*TYPES, *OBJECTIVE, "objective", "preset"]
-    similar = get_close_matches(name, [*TRL_NAMES, *names], 1, 0.75)
-    if similar and similar[0] in TRL_NAMES:
-        return f" (TRL's {similar[0]} is {TRL_NAMES[similar[0]]} here)"
-    if not similar and len(name) > 1:
-        initials = {option: "".join(word[:1] for word in option.split("_")) for option in names}
-        similar = [option for option in names if option.startswith(name) or initials[option] == name]
-    return f" (is it {similar[0]!r}?)" if similar else ""

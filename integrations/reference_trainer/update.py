@@ -150,11 +150,10 @@ def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
     Gradients are averaged over processes, so the counts are divided by their number.
     """
     of = config.objective
-    counts = {"rows": len(mask), "sequences": int(mask.any(1).sum()), "tokens": int(mask.sum()), "one": 1}
 
     def divisor(aggregation: str) -> float:
-        default = "tokens" if aggregation == "token-mean" else "sequences"
-        return max(1, counts[config.normalizer or default]) / world()
+        counted = mask if aggregation == "token-mean" else mask.any(1)
+        return max(1, int(counted.sum())) / world()
 
     kl = divisor(of.kl_aggregation or of.aggregation) if of.kl_coef > 0 else None
     return {"normalizer": divisor(of.aggregation), "kl_normalizer": kl}

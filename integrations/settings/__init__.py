@@ -3,10 +3,9 @@
     reading = from_roll("gspo.yaml")
     policy_loss(..., objective=reading.objective, ...)  # the other fields of `Reading` say what else to pass
 
-`keys.py` makes sure that every setting of the caller is used, reported or refused. A reader raises a ValueError in two
-cases. If no Objective computes what the trainer does, the message names the setting, its value and the accepted values.
-If the reader does not know a setting, the message names the most similar known name. Settings that the trainer itself
-ignores are in `reading.ignored`, and a warning names them. docs/parity.md has the formulas.
+A reader raises a ValueError in two cases. If no Objective computes what the trainer does, the message names the
+setting, its value and the accepted values. If the reader does not know a setting, the message names the most similar
+known name. docs/parity.md has the formulas.
 
 No trainer needs to be installed.
 """

@@ -1,15 +1,10 @@
-"""`Keys` gives a reader access to settings by name. `Reading` is the result of a reader.
-
-`Keys` records which settings were read. So each setting ends in exactly one place: in a field of the `Reading` that
-describes the loss, in `Reading.ignored`, in `Reading.not_the_loss`, or in an error.
-"""
+"""`Keys` gives a reader access to settings by name. `Reading` is the result of a reader."""
 
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from gspo_kernels import Objective
@@ -36,7 +31,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """The loss that a trainer's settings describe. Every setting that changes the loss is in one of the fields.
+    """The loss that a trainer's settings describe.
 
     Attributes:
         objective: the loss.
@@ -50,9 +45,6 @@ class Reading:
             "rollout" (the sampling engine computes them).
         beside: other settings that act on the loss, with the trainer's names and values. They mask tokens, weight
             answers or change rewards. The caller must apply them.
-        ignored: settings of the loss that differ from their defaults, but that the trainer does not read because of
-            other settings. A UserWarning also names them.
-        not_the_loss: the names of all other settings. The loss does not depend on them.
     """
 
     objective: Objective
@@ -61,8 +53,6 @@ class Reading:
     advantages: tuple[Step, ...]
     old_log_probs: str = "trainer"
     beside: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, Any] = field(default_factory=dict)
-    not_the_loss: tuple[str, ...] = ()
 
 
 class Keys:
@@ -90,9 +80,7 @@ class Keys:
     ) -> None:
         self.check = Checks(reader)
         self._loss_defaults = loss_defaults
-        self._defaults = dict(loss_defaults)  # `_add` adds the defaults of dataclass fields
         self._values: dict[str, Any] = {}
-        self._read: set[str] = set()
         self._add(settings, sections, "")
         known = {*loss_defaults, *other_names}
         unknown = [name for name in self._values if name not in known]
@@ -103,9 +91,8 @@ class Keys:
             raise ValueError(f"{reader}: {expected}, got {listed}")
 
     def _add(self, settings: Any, sections: Collection[str], prefix: str) -> None:
-        """Add the values of `settings` and their sections, and the default values of dataclass fields."""
+        """Add the values of `settings` and their sections."""
         if is_dataclass(settings) and not isinstance(settings, type):
-            self._defaults |= {prefix + f.name: f.default for f in fields(settings) if f.default is not MISSING}
             settings = {f.name: getattr(settings, f.name) for f in fields(settings)}
         elif not isinstance(settings, Mapping):
             where = prefix.removesuffix(".") or "settings"
@@ -124,7 +111,6 @@ class Keys:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Read a value without checking it. Only settings of `other_names` need `default`; the others have one."""
-        self._read.add(name)
         return self._values.get(name, self._loss_defaults.get(name, default))
 
     def number(self, name: str, rule: Rule, default: float | None = None) -> float:
@@ -168,7 +154,7 @@ class Keys:
         return {name: value for name, value in values.items() if value not in (None, [], self._loss_defaults[name])}
 
     def reading(self, fields: Mapping[str, Any], normalizer: str, **others: Any) -> Reading:
-        """Make the Reading from an Objective's `fields`, and classify the settings that were not read.
+        """Make the Reading from an Objective's `fields`.
 
         Args:
             others: the other fields of the Reading.
@@ -180,14 +166,7 @@ class Keys:
             objective = Objective(**fields)
         except ValueError as error:
             raise ValueError(f"{self.check.place}: no Objective has these settings ({error})") from error
-        unread = [name for name in self._values if name not in self._read]
-        off_values = {name: (None, False, 0, self._defaults[name]) for name in unread if name in self._loss_defaults}
-        ignored = {name: self._values[name] for name in off_values if self._values[name] not in off_values[name]}
-        if ignored:
-            listed = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
-            warnings.warn(f"{self.check.place}: with these settings the trainer does not read {listed}", stacklevel=3)
-        not_the_loss = tuple(name for name in unread if name not in ignored)
-        return Reading(objective, normalizer, ignored=ignored, not_the_loss=not_the_loss, **others)
+        return Reading(objective, normalizer, **others)
 
 
 def as_number(value: Any) -> Any:

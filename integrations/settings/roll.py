@@ -22,12 +22,12 @@ LOSS_DEFAULTS: dict[str, Any] = {
     "importance_sampling": "token", "loss_agg_mode": None, "pg_clip": 0.2, "use_pg_clip_range": False,
     "pg_clip_low": 0.2, "pg_clip_high": 0.2, "dual_clip_loss": False, "use_kl_loss": False, "kl_loss_coef": 0.0,
     "entropy_loss_coef": 0.0, "rl_loss_coef": 1.0, "postive_loss_coef": 0.0, "use_topr_neg_loss_coef": 0.0,
-    "sft_loss_coef": 0.0, "use_topr_loss": False, "use_policy_loss_type": "PPO", "pg_variant": None,
-    "actor_train.pg_variant": None, "actor_train.worker_cls": None, "actor_train.apply_loss_scale": True,
+    "sft_loss_coef": 0.0, "use_topr_loss": False, "use_policy_loss_type": "PPO", "actor_train.worker_cls": None,
+    "actor_train.apply_loss_scale": True,
     "adv_estimator": "gae", "gamma": 1.0, "norm_mean_type": None, "norm_std_type": None, "reward_norm": None,
     "reward_shift": False, "reward_scale": False, "reward_clip": None, "whiten_rewards": False,
     "whiten_advantages": False, "advantage_clip": None, "add_token_level_kl": False, "kl_penalty": "kl",
-    "init_kl_coef": 0.2, "target_kl": None, "is_pure_opd": False, "use_opd": False, "opd_kl_coef": 1.0,
+    "init_kl_coef": 0.2, "target_kl": None, "is_pure_opd": False, "use_opd": False,
     "use_reward_scaling": False, "use_reward_norm": False, "add_len_reward": False, "difficulty_loss_weight": False,
     "length_loss_weight": False, "max_len_mask": False, "difficulty_mask": False, "difficulty_low_threshold": 0.0,
     "difficulty_high_threshold": 1.0, "error_max_len_clip": False, "error_max_len_threshold": 9999999999,
@@ -58,7 +58,7 @@ OTHER_NAMES = frozenset(
     reward_pretrain rewards rollout_batch_size rollout_dump_dir rollout_mock router_args rpc_timeout
     save_logging_board_dir save_steps seed sequence_length system_envs track_with tracker_kwargs
     user_defined_rollout_loop_cls val_batch_size val_greedy val_n_sample val_prompt_length val_sequence_length
-    validation value_clip vlm_filter
+    validation value_clip vlm_filter actor_train.pg_variant opd_kl_coef pg_variant
     """.split()
 )
 

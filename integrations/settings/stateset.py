@@ -9,13 +9,11 @@ from .keys import NOT_NEGATIVE, Keys, Reading, Step
 LOSS_DEFAULTS: dict[str, Any] = {
     "clip_range_left": 3e-4, "clip_range_right": 4e-4, "beta": 0.0, "use_reference_model": False, "objective": None,
     "objective_overrides": None, "use_gspo_token": False, "rescore_old_log_probs": True,
-    # GSPOConfig inherits these from the GRPO trainer's configuration. The GSPO trainer reads none of them.
-    "advantage_normalization": True, "baseline_type": "group_mean", "clip_ratio": 0.2, "seq_clip_ratio": 3e-4,
-    "value_clip": 0.2, "entropy_coef": 0.01, "gamma": 0.99, "gae_lambda": 0.95, "reward_clip": 10.0,
-    "num_gradient_updates": 1, "old_logprobs_source": "recompute", "continual_kl_beta": 0.0, "ewc_lambda": 0.0,
 }  # fmt: skip  # a table
-OTHER_NAMES = frozenset(
+OTHER_NAMES = frozenset(  # the first lines: what GSPOConfig inherits from the GRPO trainer, but its trainer never reads
     """
+    advantage_normalization baseline_type clip_ratio seq_clip_ratio value_clip entropy_coef gamma gae_lambda reward_clip
+    num_gradient_updates old_logprobs_source continual_kl_beta ewc_lambda
     adam_beta1 adam_beta2 allow_missing_sampler_logprobs allow_sequence_fallback auto_adjust batch_size
     batched_rollouts bf16 compute_cost_per_hour continual_strategy data_format dataloader_num_workers
     dataloader_pin_memory disable_dropout disable_tqdm early_stopping eval_num_generations eval_split_size eval_steps

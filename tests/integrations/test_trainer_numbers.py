@@ -78,11 +78,9 @@ def expected_update(truth: Any, rollout: Rollout, batch: update.Batch, config: T
     s, a = u.exp()[:, None], advantages[:, None]
     policy_term = -torch.minimum(s * a, s.clamp(1 - of.clip_low, 1 + of.clip_high) * a)
     k3 = torch.where(mask, (ref - lp).exp() - (ref - lp) - 1, 0)
-    counts = {"rows": len(mask), "sequences": filled.sum(), "tokens": mask.sum(), "one": 1}
 
     def divisor(aggregation: str) -> float:
-        default = "tokens" if aggregation == "token-mean" else "sequences"
-        return float(counts[config.normalizer or default])
+        return float(mask.sum() if aggregation == "token-mean" else filled.sum())
 
     kl = of.kl_aggregation or of.aggregation
     loss = (weights_of_tokens(of.aggregation, mask, divisor(of.aggregation)) * policy_term).sum()
@@ -111,10 +109,10 @@ def expected_update(truth: Any, rollout: Rollout, batch: update.Batch, config: T
 
 UPDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the objective, options of the run
     "sequences, KL of tokens": ({"kl_aggregation": "token-mean"}, {}),
-    "tokens, KL of sequences": ({"aggregation": "token-mean", "kl_aggregation": "seq-mean-token-mean"}, {}),
-    "rows": ({}, {"normalizer": "rows"}),
-    "tokens of all": ({}, {"normalizer": "tokens", "temperature": 0.7}),
-    "one": ({"aggregation": "token-mean"}, {"normalizer": "one"}),
+    "tokens, KL of sequences": (
+        {"aggregation": "token-mean", "kl_aggregation": "seq-mean-token-mean"},
+        {"temperature": 0.7},
+    ),
 }
 
 
@@ -176,9 +174,6 @@ def test_divisors_count_the_whole_mini_batch_and_are_shared_by_processes(monkeyp
     monkeypatch.setattr(update, "world", lambda: 2)
     config = TrainConfig(objective=Objective(kl_coef=0.1, kl_aggregation="token-mean"))
     assert update.normalizers(config, mask) == {"normalizer": 3 / 2, "kl_normalizer": 6 / 2}
-    for unit, count in {"rows": 4, "sequences": 3, "tokens": 6, "one": 1}.items():
-        found = update.normalizers(replace(config, normalizer=unit), mask)
-        assert found == {"normalizer": count / 2, "kl_normalizer": count / 2}
 
 
 def test_every_seed_step_and_epoch_has_mini_batches_of_its_own() -> None:

@@ -35,7 +35,7 @@ from gspo_kernels.integrations.reference_trainer import (
 )
 from gspo_kernels.integrations.reference_trainer import optimizer as optimizer_module
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
-from gspo_kernels.integrations.reference_trainer.config_file import OBJECTIVE, PRESETS, TRL_NAMES, TYPES
+from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
 from gspo_kernels.integrations.reference_trainer.loading import set_seed
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
@@ -68,14 +68,6 @@ def test_a_run_can_be_written_and_read(tmp_path: Path, preset: str) -> None:
     config = replace(config, chat_template_kwargs={"enable_thinking": False, "tools": ["a"]})
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     assert read_config(tmp_path / "config.json") == replace(config, overwrite=False)
-
-
-def test_options_of_trl_are_translated_to_options_of_ours() -> None:
-    known = {*TYPES, *OBJECTIVE, "objective"}
-    for name, ours in TRL_NAMES.items():
-        assert name not in known
-        words = re.findall(r"(?<!--)\b[a-z_]{4,}\b", re.sub("=.*", "", ours))
-        assert ours == "--resume FOLDER" or (words and set(words) <= known), ours
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,7 @@ def sharded_away(module: nn.Linear) -> nn.Linear:
 
 
 META = torch.device("meta")
-FUSED, POLICY, WITH_HEAD = ("gspo_fused_loss",), ("policy_loss",), ("gspo_fused_loss", "linear_log_probs")
+FUSED, POLICY = ("gspo_fused_loss",), ("policy_loss",)
 T_, V_ = TypeError, ValueError
 MISSING = object()
 
@@ -138,7 +137,6 @@ KINDS: list[list[Any]] = [
     *(kind(T_, "float32", "int64", **{name: TENSORS[name].long()}) for name in REAL),
     # -- hidden states
     kind(T_, "tensor [B, T, H] or [N, H]", "list", hidden=[[1.0]]),
-    kind(V_, "[B, T, H] or [N, H]", "[4]", hidden=torch.ones(H)),
     kind(T_, "float32", "int64", hidden=torch.ones(B, T, H, dtype=torch.int64)),
     kind(V_, "", "[2, 3, 0]", name="", hidden=torch.ones(B, T, 0)),
     kind(V_, "H = 5", "[7, 4]", name="lm_head", hidden=torch.ones(B, T, H + 1)),
@@ -148,10 +146,8 @@ KINDS: list[list[Any]] = [
     kind(V_, "between 0 and 6", "[7, 10]", target_ids=ids(V, V + 3)),
     kind(V_, "between 0 and 4", "[5]", target_ids=ids(5), vocab_size=5),
     kind(V_, "[2, 3]", "[2, 1]", mask=torch.ones(B, 1)),
-    kind(T_, "bool", "complex64", mask=torch.ones(B, T, dtype=torch.complex64)),
     kind(V_, "0 or 1", "2", mask=tokens(2, torch.int64)),
     # -- head
-    kind(T_, "[V, H] with H = 4", "None", lm_head=None),
     kind(T_, "[V, H] with H = 4", "list", autocast=True, lm_head=[[0.0] * H] * V),
     kind(V_, "[V, H] with H = 4", "[4, 7]", lm_head=torch.ones(H, V)),
     kind(T_, "float32", "bfloat16", lm_head=torch.ones(V, H, dtype=torch.bfloat16)),
@@ -161,7 +157,6 @@ KINDS: list[list[Any]] = [
     # ZeRO-3 puts hooks on every module.
     kind(V_, "unsharded weight", "empty tensor [0]", lm_head=linear(lambda m: add_pre_hook(sharded_away(m)))),
     kind(T_, "nn.Linear", "Embedding", lm_head=nn.Embedding(V, H)),
-    kind(T_, "nn.Linear", "DoublingLinear", lm_head=DoublingLinear(H, V)),
     kind(T_, "nn.Linear", "forward", lm_head=linear(replace_forward)),
     kind(T_, "nn.Linear", "hook", lm_head=linear(add_hook)),
     kind(T_, "nn.Linear", "hook", lm_head=linear(add_pre_hook)),
@@ -171,14 +166,11 @@ KINDS: list[list[Any]] = [
     kind(T_, "float32", "float64", bias=torch.ones(V, dtype=torch.float64)),
     kind(V_, "lm_head has a bias", "[7]", name="bias", lm_head=linear(bias=True), bias=torch.ones(V)),
     kind(V_, "other than 0", "0.0", logit_scale=0.0),
-    kind(V_, "finite", "type int", logit_scale=10**400),
-    kind(V_, "within float32", "e-45", logit_softcap=1e-45),
     kind(V_, "between 1 and the 7 rows", "8", vocab_size=V + 1),
     kind(V_, "> 0", "0", temperature=0),
     kind(V_, "[2, 3]", "[2]", temperature=torch.ones(B)),
     kind(V_, "without gradient", "requires_grad=True", temperature=torch.ones((), requires_grad=True)),
     kind(V_, "> 0 where mask is true", "0", temperature=torch.zeros(())),
-    kind(T_, "True or False", "None", functions=WITH_HEAD, entropy=None),
     # -- advantages
     kind(V_, "[B] = [2]", "[3]", advantages=torch.ones(T)),
     kind(V_, "[S] = [2] or [N] = [5]", "[3]", packed=True, advantages=torch.ones(S + 1)),
@@ -186,7 +178,6 @@ KINDS: list[list[Any]] = [
     # -- sequences
     kind(V_, "non-decreasing", "[0, 4, 2, 5]", packed=True, cu_seqlens=torch.tensor([0, 4, 2, N])),
     kind(V_, "ending at N = 5", "[0, 2, 4]", packed=True, cu_seqlens=torch.tensor([0, 2, N - 1])),
-    kind(V_, "ending at N = 5", "a tensor [1]", packed=True, cu_seqlens=torch.tensor([0])),
     kind(T_, "int32 or int64", "float32", packed=True, cu_seqlens=torch.tensor([0.0, 2, N])),
     kind(V_, "on cpu", "meta", packed=True, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=META)),
     kind(V_, "packed input", "None", packed=True, functions=FUSED, cu_seqlens=MISSING),
@@ -201,7 +192,6 @@ KINDS: list[list[Any]] = [
     # -- log-probs
     kind(T_, "linear_log_probs", "float16", log_probs=tokens(-1, torch.float16)),
     kind(T_, "tensor [B, T]", "list", log_probs=[[0.0]]),
-    kind(V_, "[B, T]", "[2, 3, 7]", log_probs=torch.ones(B, T, V)),
     kind(T_, "float32 or float64", "bfloat16", old_log_probs=tokens(-1, torch.bfloat16)),
     kind(V_, "objective.kl_coef > 0", "None", name="ref_log_probs", objective=Objective(kl_coef=0.1)),
     kind(V_, "given", "None", name="rollout_log_probs", objective=CORRECTED, old_log_probs=tokens(-1)),
@@ -219,9 +209,6 @@ KINDS: list[list[Any]] = [
     kind(T_, "float32 or float64", "bfloat16", functions=POLICY, entropy=tokens(1, torch.bfloat16)),
     kind(T_, "Objective", "dict", objective={"clip_low": 0.1}),
     kind(V_, "> 0", "0.0", normalizer=torch.tensor(0.0)),
-    kind(V_, "> 0", "0", kl_normalizer=torch.tensor(0)),
-    kind(V_, "no dimension", "[1]", normalizer=torch.ones(1)),
-    kind(T_, "float32", "bool", normalizer=torch.tensor(True)),
     kind(V_, "None, because objective.kl_coef is 0", "2.0", kl_normalizer=2.0),
     kind(V_, "<= 0 where mask", "0.3", old_log_probs=tokens(0.3)),
     kind(V_, "<= 0 where mask", "0.3", log_probs=tokens(0.3)),
@@ -230,7 +217,6 @@ KINDS: list[list[Any]] = [
     kind(V_, "below 1", "1.0", gradient_budget=1.0),
     kind(V_, "0 with an entropy bonus", "0.001", gradient_budget=1e-3, objective=BONUS),
     kind(V_, "a number of MiB from 0", "-1", cache_mib=-1),
-    kind(V_, "a number of MiB from 0", "nan", cache_mib=NAN),
     kind(T_, "a number of MiB from 0", "'64'", cache_mib="64"),
     kind(V_, "'auto', 'torch', 'triton'", "'cuda'", backend="cuda"),
 ]  # fmt: skip  # a case a line
@@ -285,22 +271,15 @@ def test_a_bad_input_is_named_and_nothing_is_written(
 VESPO: dict[str, Any] = {"surrogate": "vespo", "ratio": "sequence-product"}
 OBJECTIVES: list[tuple[type[Exception], str, str, str, dict[str, Any]]] = [
     (V_, "ratio", "'sequence', 'sequence-token', 'token'", "'sentence'", {"ratio": "sentence"}),
-    (V_, "surrogate", "'clip'", "'clamp'", {"surrogate": "clamp"}),
-    (V_, "kl_estimator", "'k1', 'k2', 'k3'", "'k4'", {"kl_estimator": "k4"}),
     (T_, "kl_ratio_factor", "True or False", "1", {"kl_ratio_factor": 1}),
     (V_, "clip_low", "< 1", "1.0", {"clip_low": 1.0}),
-    (T_, "clip_low", "number", "'3e-4'", {"clip_low": "3e-4"}),
-    (V_, "clip_high", ">= 0", "-1e-09", {"clip_high": -1e-9}),
     (V_, "dual_clip", "> 1", "1.0", {"dual_clip": 1.0}),
-    (V_, "kl_coef", ">= 0", "-0.1", {"kl_coef": -0.1}),
     (V_, "length_norm", "number", "None", {"aggregation": "seq-mean-token-sum-norm"}),
     (T_, "rollout_correction", "RolloutCorrection", "'tis'", {"rollout_correction": "tis"}),
-    (T_, "rollout_correction", "at least one", "()", {"rollout_correction": ()}),
     (V_, "clip_low", "<= 1", "1.1", {"surrogate": "cispo", "clip_low": 1.1}),
     (V_, "clip_low", ">= 0", "-0.1", {"surrogate": "gmpo", "clip_low": -0.1}),
     (V_, "ratio", "'sequence' with surrogate='gmpo'", "'token'", {"surrogate": "gmpo", "ratio": "token"}),
     (V_, "ratio", "'token' with surrogate='dppo_kl'", "'sequence'", {"surrogate": "dppo_kl"}),
-    (V_, "delta", "'dppo_tv'", "3.0", {"surrogate": "dppo_tv", "ratio": "token", "delta": 3.0}),
     (V_, "sapo_temperature_neg", ">= 1e-30", "0", {"sapo_temperature_neg": 0}),
     (V_, "ratio", "'sequence-product' with surrogate='vespo'", "'sequence'", {"surrogate": "vespo"}),
     (V_, "vespo_lambda_neg", ">= 1e-4", "1e-05", {"vespo_lambda_neg": 1e-5}),
@@ -340,8 +319,8 @@ def test_a_field_of_the_objective_as_an_argument_is_named(function: Callable[...
 @pytest.mark.parametrize(
     ("variable", "least", "text"),
     [
-        *(("GSPO_WORKSPACE_MIB", 1, text) for text in ("", "0", "-1", "1.5", "256 MiB")),
-        *(("GSPO_CACHE_MIB", 0, text) for text in ("many", str(2**43))),
+        ("GSPO_WORKSPACE_MIB", 1, "0"),
+        ("GSPO_CACHE_MIB", 0, "many"),
     ],
 )
 def test_a_bad_memory_limit_is_named(variable: str, least: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,24 +328,6 @@ def test_a_bad_memory_limit_is_named(variable: str, least: int, text: str, monke
     with pytest.raises(ValueError, match=f"{variable} must be an integer number of MiB from {least} to") as caught:
         linear_log_probs(**accepted(linear_log_probs, good_inputs()), backend="torch")
     assert repr(text) in str(caught.value)
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available() or distributed.is_initialized():
-        pytest.skip("needs torch.distributed, not yet initialized in this process")
-    store = distributed.FileStore(str(tmp_path / "store"), 1)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(("function", "name"), [(linear_log_probs, "tp_group"), (gspo_fused_loss, "cp_group")])
-@pytest.mark.usefixtures("one_process")
-def test_a_group_that_is_none_is_named(function: Callable[..., Any], name: str) -> None:
-    call = partial(function, **accepted(function, good_inputs()), **{name: "tp"})
-    assert_rejected(TypeError, function.__name__, name, "ProcessGroup", "str", call)
 
 
 def test_a_group_without_distributed_is_rejected() -> None:
@@ -383,25 +344,9 @@ def peft_head(prepare: Callable[[Any], Any] = lambda head: None, kind: str = "Lo
     return model["lm_head"]
 
 
-def saved_with_hook() -> Any:
-    peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"lm_head": linear(), "body": nn.Linear(H, H)})
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"]))
-    wrapper = model.base_model.model["lm_head"]
-    add_hook(wrapper.modules_to_save["default"])
-    return wrapper
-
-
 def merge_and_disable(head: Any) -> None:
     head.merge()
     head.enable_adapters(False)
-
-
-def add_dora(head: Any) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
-    peft.inject_adapter_in_model(config, nn.ModuleDict({"lm_head": head}), adapter_name="another")
-    head.set_adapter(["default", "another"])
 
 
 def quantize(head: Any) -> None:
@@ -411,13 +356,10 @@ def quantize(head: Any) -> None:
 
 ADAPTERS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "dora": (lambda: peft_head(use_dora=True), V_, "plain LoRA", "Dora"),
-    "dora-beside-plain-lora": (lambda: peft_head(add_dora), V_, "plain LoRA", "Dora"),
     "lora-bias": (lambda: peft_head(lora_bias=True), V_, "no LoRA bias", "LoRA bias"),
     "merged-and-disabled": (lambda: peft_head(merge_and_disable), V_, "unmerged before", "still merged"),
     "ia3": (lambda: peft_head(kind="IA3Config", feedforward_modules=[]), T_, "LoRA", "ia3"),
-    "adalora": (lambda: peft_head(kind="AdaLoraConfig", total_step=10), T_, "LoRA", "SVDLinear"),
     "hook-on-lora-a": (lambda: peft_head(lambda head: add_hook(head.lora_A["default"])), T_, "nn.Linear", "hook"),
-    "hook-on-modules-to-save": (saved_with_hook, T_, "nn.Linear", "hook"),
     "quantized-base": (lambda: peft_head(quantize), T_, "nn.Linear", "DoublingLinear with a custom forward"),
 }
 
@@ -432,12 +374,6 @@ def test_an_unsupported_adapter_is_named(kind: str) -> None:
         before = fingerprint(inputs)
         assert_rejected(error, function.__name__, "lm_head", expected, got, partial(function, **inputs))
         assert fingerprint(inputs) == before
-
-
-def test_hidden_states_of_the_wrong_width_for_an_adapter_are_named() -> None:
-    inputs = {**good_inputs(), "hidden": torch.ones(B, T, H + 1), "lm_head": peft_head()}
-    call = partial(linear_log_probs, **accepted(linear_log_probs, inputs))
-    assert_rejected(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", call)
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -515,17 +451,6 @@ def test_numpy_numbers_are_accepted() -> None:
     numbers = {"normalizer": np.int64(4), "vocab_size": np.int64(V), "temperature": np.float32(0.5)}
     same = gspo_fused_loss(**inputs, **numbers, objective=Objective())
     assert torch.equal(plain.loss, same.loss)
-
-
-def test_meta_tensors_pass_through() -> None:
-    inputs = {k: v.to("meta") for k, v in accepted(linear_log_probs, good_inputs()).items()}
-    assert linear_log_probs(**inputs).log_probs.shape == (B, T)
-
-
-def test_gspo_check_must_be_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_CHECK", "yes")
-    with pytest.raises(ValueError, match="GSPO_CHECK must be 0 or 1, got 'yes'"):
-        policy_loss(torch.zeros(1, 2), torch.ones(1))
 
 
 @pytest.mark.parametrize("function", [gspo_fused_loss, linear_log_probs])

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.readme import CONSTRAINTS
 from typer.testing import CliRunner
 
 from gspo_kernels.backends import dispatch
@@ -101,20 +100,6 @@ def install(versions: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(packages, "version", version)
 
 
-def test_versions_are_listed_as_installed_tested_and_supported(
-    monkeypatch: pytest.MonkeyPatch, torch_alone: None
-) -> None:
-    install({"verl": None, "trl": "1.99"}, monkeypatch)
-    listed = {package.name: package for package in packages.packages()}
-    assert listed.keys() == set(packages.PACKAGES)
-    pins = dict(line.split(";")[0].split("==") for line in CONSTRAINTS.splitlines() if "==" in line and "<" not in line)
-    assert (listed["torch"].tested, listed["torch"].supported) == (pins["torch"], ">=2.11")
-    assert (listed["verl"].tested, listed["verl"].supported) == ("0.9.1", "==0.9.1")
-    code, out = run()
-    assert code == 0 and any(line.split() == ["verl", "-", "0.9.1", "==0.9.1"] for line in out.splitlines())
-    assert "Versions: trl 1.99 is too new" in out  # versions do not change the exit status
-
-
 VERSIONS: list[tuple[dict[str, str | None], str]] = [  # installed, expected verdict
     ({"peft": None, "torch": f"{PINS['torch']}+cpu"}, "all installed packages are the tested versions"),
     ({"torch": "9.0", "triton": "3.6.0"}, "supported, but not tested: torch 9.0, triton 3.6.0"),
@@ -165,7 +150,6 @@ def wrong_backward(change: Any) -> Any:
 
 FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # function, its replacement, wrong output, dtypes that detect it
     "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
-    "gradients 5 % too large": ("head_backward", wrong_backward(lambda g: g * 1.05), "d_weight", set(DTYPES)),
     "log-probs off by 1e-4": ("forward_and_cache", wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
 }
 
@@ -202,28 +186,9 @@ def test_non_finite_gradients_are_wrong_and_the_json_is_valid(monkeypatch: pytes
     assert of_torch["verdict"] == "wrong" and of_torch["wrong_decisions"] == 0
     assert of_torch["ratios"]["d_weight"] is None and of_torch["ratios"]["d_hidden"] <= 1
     assert of_torch["message"] == "not finite: d_weight"
-    code, out = run()
-    assert code == 1 and "torch on cpu in float32: not finite: d_weight" in out
 
 
 # -- absent or broken packages and devices
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("error", "code", "verdict"),
-    [
-        ("ModuleNotFoundError", 0, "ok"),
-        ("RuntimeError", 1, "crashed"),  # torch's operators import Triton, and catch ImportError only
-    ],
-)
-def test_a_broken_triton_is_reported(error: str, code: int, verdict: str, tmp_path: Path) -> None:
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text(f'raise {error}("built for another libc")')
-    returned, report = run_process(PYTHONPATH=str(tmp_path))
-    assert f"Triton cannot be imported: {error}: built for another libc" in report["remarks"]
-    assert returned == code
-    assert [c["verdict"] for c in report["checks"] if c["device"] == "cpu"] == [verdict] * 3
 
 
 def raises(error: Exception) -> Any:

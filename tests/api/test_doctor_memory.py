@@ -82,12 +82,6 @@ def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str)
     assert found[0].passes_rl_like == 2.875 and found[-1].passes_rl_like == 2.25
 
 
-def test_the_block_shapes_of_an_architecture_are_used() -> None:
-    code, out = run("--memory", "16384,4096,151936", "--architecture", "sm_90")
-    assert code == 0 and "bfloat16, triton backend, sm_90: cache_mib=4752 keeps all rows." in out
-    assert "gspo_kernels without a cache: at most 1,699 MiB, 4.00 passes" in out
-
-
 LLAMA = ("--memory", "32768,4096,128256", "--architecture", "sm_90")
 
 
@@ -107,13 +101,10 @@ def test_the_numbers_of_a_rank_are_printed() -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("tp", [2, 8, 16])
-@pytest.mark.parametrize("shape", [(32_768, 4096, 128_256), (131_072, 896, 262_144)])
-def test_the_bound_of_a_rank_holds(
-    shape: tuple[int, int, int], tp: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("tp", [2, 16])
+def test_the_bound_of_a_rank_holds(tp: int, entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "gather", lambda x, group: x.new_empty(tp, *x.shape))
-    head = memory.Batch(*shape, tp=tp).head(torch.bfloat16, "meta", entropy)
+    head = memory.Batch(32_768, 4096, 128_256, tp=tp).head(torch.bfloat16, "meta", entropy)
     with tuning.assume("sm_90"), LiveBytes() as live:
         compile_cases.forward_and_backward(head)
         bound = memory.bound(head, "triton", 0)
@@ -124,16 +115,11 @@ def test_the_bound_of_a_rank_holds(
     ("arguments", "message"),
     [
         (["--memory", "0,64,100"], "N of 1 to 2,147,483,648, H of 1 to 65,536, V of 2 to 4,194,304, got '0,64,100'"),
-        (["--memory", BATCH, "--dtype", "int8"], "--dtype: expected one of fp32, bf16, fp16, float32"),
         (["--memory", BATCH, "--architecture", "sm_86"], "--architecture: expected one of sm_80"),
         (["--architecture", "sm_90"], "--architecture: requires --memory or --model"),
-        (["--lora"], "--lora: requires --memory or --model"),
         (["--memory", BATCH, "--zero-advantage", "1"], "--zero-advantage: expected a share from 0 to below 1, got 1"),
-        (["--memory", BATCH, "--tp", "0"], "--tp: expected 1 to 4,096 ranks, got 0"),
         (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 tokens, got 3"),
-        (["--tokens", "9"], "--tokens: requires --model"),
         (["--model", "a/b"], "--model: requires --tokens"),
-        (["--model", "a/b", "--tokens", "0"], "--tokens: expected 1 to 2,147,483,648 tokens, got 0"),
         (["--model", "a/b", "--tokens", "9"], "--model: expected a local folder with config.json (hub ids are not"),
         (["--model", "a/b", "--tokens", "9", "--memory", BATCH], "--model: cannot be combined with --memory"),
     ],
@@ -141,41 +127,6 @@ def test_the_bound_of_a_rank_holds(
 def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
     code, out = run(*arguments)
     assert code == 2 and message in out, out
-
-
-def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    line = "4.00 passes, with cache_mib=0 (on a CPU). It keeps 0% of the rows"
-    assert line in run("--memory", BATCH)[1]
-    hint = "For a GPU, add --architecture, such as sm_90"
-    assert hint in run("--memory", BATCH)[1]
-    on_gpu = run("--memory", BATCH, "--architecture", "sm_90")[1]
-    assert line not in on_gpu and hint not in on_gpu
-    monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
-    assert "with cache_mib=2001 (GSPO_CACHE_MIB). It keeps 25% of the rows" in run(*LLAMA)[1]
-    (default,) = json.loads(run("--json", *LLAMA)[1])["defaults"].values()
-    # A block has 128 rows of 128,256 bf16 numbers. 63 of 256 blocks fit.
-    assert default["kept_rows"] == 63 / 256 and default["passes_rl_like"] == 1 + 5 / 8 * (3 - 63 / 256 / (6 / 8))
-
-
-def test_stock_and_ours_are_printed_for_a_frozen_head_and_answers_with_advantage_0() -> None:
-    """An H100 keeps 34 of 64 blocks of 128 rows. With H = 896, less fits into what TRL's head takes."""
-    arguments = ("--architecture", "sm_90", "--memory")
-    out = run(*arguments, "8192,4096,151936")[1]
-    assert "TRL 1.16, its fused head on a GPU: 4,009 MiB, 4.00 passes." in out
-    assert "by default: at most 2,870 MiB, 3.47 passes, with cache_mib=1280 (on a GPU with 80 GiB). It keeps 53%" in out
-    assert "without a cache: at most 1,571 MiB, 4.00 passes (gradients 1,251, hidden copies 64, tile table 19" in out
-    out = run(*arguments, "8192,896,151936")[1]
-    assert "TRL 1.16, its fused head on a GPU: 1,077 MiB" in out and out.count("gspo_kernels by default") == 1
-    assert "at most 1,044 MiB, 3.81 passes, with cache_mib=482 (on a GPU with 80 GiB or on a GPU with 140 GiB)" in out
-    out = run(*arguments, "8192,896,151936", "--lora")[1]
-    assert "TRL 1.16, its fused head on a GPU: 298 MiB, 3.00 passes." in out
-    assert "by default: at most 284 MiB, 3.00 passes, with cache_mib=0" in out
-    out = run(*arguments, "8192,4096,151936", "--zero-advantage", "0.5")[1]
-    assert "GSPOTrainer runs 4,096 of N = 8,192 tokens" in out and "4,096 of 8,192 tokens, H = 4,096" in out
-    assert "TRL 1.16, its fused head on a GPU: 4,009 MiB, 4.00 passes." in out
-    assert "by default: at most 2,704 MiB, 1.50 passes, with cache_mib=1280" in out and "RL-like" not in out
 
 
 @pytest.mark.parametrize(("batch", "share", "cp", "run_of"), [(N, 0.75, 2, (128, 512)), (8, 0.99, 1, (1, 8))])
@@ -204,15 +155,6 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
     }
     shapes = {"rl-4k": (4096, 4096, 151_936), "rl-8k": (8192, 4096, 151_936), "rl-32k": (32_768, 4096, 151_936)}
     shapes |= {"D": (8192, 4096, 151_936), "A": (4096, 4096, 131_072), "C": (4096, 896, 151_936)}
-    # Liger makes about V / H chunks, each a power of two: 4,864 / 38 = 128. It stores the bf16 logits of one twice.
-    for n, h, v, chunk in (
-        (4864, 4096, 151_936, 128),
-        (4865, 4096, 151_936, 256),
-        (4800, 4096, 131_072, 256),
-        (3, 64, 64, 3),
-    ):
-        liger = memory.peaks_of_others(n, h, v)["Liger's fused cross-entropy"]
-        assert liger == 2 * h * (n + v) + 4 * chunk * v
     compared = set()
     for group, shape in shapes.items():
         computed = memory.peaks_of_others(*shape)
@@ -222,8 +164,6 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
                 assert computed[name] == pytest.approx(record["peak_bytes"], rel=0.01), (group, name)
                 compared.add(name)
     assert compared == set(names.values())
-    code, out = run("--memory", "8192,4096,151936", "--dtype", "bf16", "--architecture", "sm_90")
-    assert code == 0 and "full logits 14,244, full logits, torch.compile 7,122, TRL 1.16's fused head 4,009" in out
 
 
 @pytest.mark.parametrize(
@@ -231,9 +171,8 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
     [
         {"text_config": {"hidden_size": H, "vocab_size": V}},
         transformers.GPT2Config(n_embd=H, vocab_size=V).to_dict(),
-        transformers.MptConfig(d_model=H, vocab_size=V).to_dict(),
     ],
-    ids=["text_config", "GPT-2", "MPT"],
+    ids=["text_config", "GPT-2"],
 )
 def test_the_sizes_of_a_models_head_come_from_its_folder(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -245,9 +184,8 @@ def test_the_sizes_of_a_models_head_come_from_its_folder(config: dict[str, Any],
     [
         (transformers.T5Config(d_model=H, vocab_size=V).to_dict(), "--model: expected a decoder-only model"),
         ({"vocab_size": V}, "--model: expected a config.json with vocab_size and hidden_size"),
-        ({"hidden_size": 0, "vocab_size": V}, "with H of 1 to 65,536, V of 2 to 4,194,304, got '0,8192'"),
     ],
-    ids=["T5", "no width", "width 0"],
+    ids=["T5", "no width"],
 )
 def test_models_without_such_a_head_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

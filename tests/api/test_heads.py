@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from helpers import device as under_test
 from helpers.device import on_device, to_device
 from helpers.marks import by_dtype
 from helpers.oracle import DTYPES
-from helpers.samples import Sample, call_fused, make_sample, run_fused
+from helpers.samples import call_fused, make_sample, run_fused
 from tolerance import check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -232,19 +231,6 @@ def test_masked_tokens_have_exactly_zero_influence_on_an_adapter(backend: str) -
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("case", ["B = 0", "T = 0", "all masked"])
-def test_an_adapter_without_tokens_gets_zero(case: str, backend: str) -> None:
-    head = lora(adapters=2)
-    ids, mask = targets_and_mask()
-    cut = {"B = 0": (slice(0, 0),), "T = 0": (slice(None), slice(0, 0)), "all masked": (slice(None),)}[case]
-    hidden = hidden_states()
-    mask = torch.zeros_like(mask[cut])
-    loss = gspo_fused_loss(hidden[cut], head, ids[cut], ADVANTAGES[cut[:1]], mask=mask, backend=backend).loss
-    loss.backward()
-    assert loss == 0 and (hidden.grad == 0).all()
-    assert all((p.grad == 0).all() for p in trained(head).values())
-
-
 @on_device
 def test_rows_that_peft_trains_are_in_the_weight(backend: str) -> None:
     peft = pytest.importorskip("peft")
@@ -354,27 +340,6 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant: bool, head_kind:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_a_global_setting_of_fast_products_changes_no_bit(
-    precision: str, backend: str, request: pytest.FixtureRequest
-) -> None:
-    """On a CPU with bf16 products, "medium" rounds the operands of every fp32 product."""
-    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
-    rng = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(1, 100, 64, generator=rng), torch.randn(300, 64, generator=rng) / 8
-    leaves = {"hidden": hidden.requires_grad_(), "weight": weight.requires_grad_()}
-    old = torch.full((1, 100), -5.5)
-    options = {"old_log_probs": old, "ref_log_probs": old}
-    sample = Sample(leaves, torch.arange(100)[None], torch.ones(1), EVERYTHING, options)
-    results = []
-    for setting in ("highest", precision):
-        torch.set_float32_matmul_precision(setting)
-        out, grads = run_fused(sample, backend)
-        results.append([out.loss, out.log_probs, out.log_ratio, *grads.values()])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
 # -- modes that must not change a value
 
 
@@ -412,14 +377,6 @@ def test_everything_but_the_loss_is_detached(backend: str) -> None:
     for out in (fused, policy_loss(lp, torch.ones(2), entropy=entropy, backend=backend)):
         assert out.loss.requires_grad
         assert not any(x.requires_grad for x in (out.log_probs, out.entropy, out.log_ratio, *out.metrics.values()))
-
-
-def test_an_objective_survives_copy_and_pickle() -> None:
-    for objective in (Objective(), EVERYTHING, Objective.preset("dapo", clip_high=0.3), Objective(dual_clip=3.0)):
-        for twin in (copy.copy(objective), copy.deepcopy(objective), pickle.loads(pickle.dumps(objective))):
-            assert twin == objective and hash(twin) == hash(objective) and type(twin) is Objective
-    with pytest.raises(AttributeError):
-        EVERYTHING.kl_coef = 1.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("head_kind", ["linear", "lora"])

@@ -98,28 +98,6 @@ def test_a_captured_backward_launches_the_same_kernels_and_reads_nothing(
     equal(captured, expected, dtype)
 
 
-def test_a_budget_that_drops_nothing_takes_the_same_kernels() -> None:
-    head = random_head(300, 24, 410, torch.bfloat16)
-    d = upstream(head)
-    order = (d == 0).sort(stable=True).indices
-    choice = LiveTiles(order, torch.ones(3, 2, dtype=torch.bool), torch.tensor([int((d != 0).sum()), 0]))
-    ours, kernels = gradients(head, d, choice=choice)
-    assert kernels >= PRODUCTS
-    equal(ours, gradients(head, d)[0], "bf16")
-
-
-def test_leaving_out_cells_always_pays() -> None:
-    """All cells would be computed by the same kernels. Elsewhere, the vendor's dense products are faster per cell."""
-    head = random_head(140, 24, 300, torch.bfloat16)
-    for architecture in ("gfx942", "sm_90"):
-        with tuning.assume(architecture):
-            result, cached = triton_backend.forward_and_cache(head, tile_mass=True)
-            cell = triton_backend.cell_shape(head)
-            assert cell is not None
-            live, _ = triton_backend.choose(head, result, upstream(head), cached, cell, 0.0)
-        assert live.counts[1] == (architecture == "gfx942")  # even if no cell is left out
-
-
 def test_tunable_op_takes_the_kernels_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """With PYTORCH_TUNABLEOP_ENABLED=1, PyTorch raises an error for these products. CPU builds have no TunableOp."""
     head = random_head(140, 24, 300, torch.bfloat16)

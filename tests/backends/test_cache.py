@@ -17,14 +17,12 @@ from helpers.samples import make_sample, run_fused
 from helpers.tile_choices import choices, d_logits, live_entries, small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import DROPPED_MASS_RELATIVE, FLOAT64_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, metrics
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.rows import Cache, Cached
 from gspo_kernels.backends.triton import backward, gradient_rows
-from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.inputs import head as inputs
 from gspo_kernels.ops.head import linear_log_probs_op
 
@@ -112,26 +110,21 @@ def test_the_loss_with_a_cache_has_the_gradients_without(
 
 
 @on_device
-@pytest.mark.parametrize("budget", [slow(0.0), 0.05])
-@small_tiles(128, 4032)  # as on a CPU: the cells of the torch backend on a GPU are larger, and hold more mass each
+@small_tiles(128, 4032)  # as on a CPU: the torch backend's tiles on a GPU have more rows than this batch
 def test_a_cached_backward_in_many_parts_has_the_gradients_of_one(
-    budget: float, backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many parts are several chunks of rows and slabs of columns. The cache holds some of their rows."""
     head = random_head(420, 24, 601, torch.float32, std=6.0)
-    options: dict[str, Any] = dict(mask=head.mask, gradient_budget=budget, backend=backend)
+    options: dict[str, Any] = dict(mask=head.mask, backend=backend)
     hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
     results = []
     for size, workspace in ((0.0, 2**28), (0.6, 2**17), (64, 2**17)):
         monkeypatch.setattr(inputs, "workspace_bytes", lambda workspace=workspace: workspace)
-        with choices():
-            out = linear_log_probs(hidden, weight, head.target_ids, cache_mib=size, **options)
-            results.append(torch.autograd.grad(out.log_probs.sum(), (hidden, weight)))
-    for ours in results[1:] if not budget else ():
+        out = linear_log_probs(hidden, weight, head.target_ids, cache_mib=size, **options)
+        results.append(torch.autograd.grad(out.log_probs.sum(), (hidden, weight)))
+    for ours in results[1:]:
         torch.testing.assert_close(ours, results[0], rtol=1e-4, atol=1e-5)
-    # With a budget, kept rows come first in the order, so other cells are left out.
-    for ours, exact in zip(results[2], results[0], strict=True):
-        assert (ours - exact).norm() <= 0.1 * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -149,29 +142,6 @@ def test_a_captured_backward_uses_the_cache(dtype: str, monkeypatch: pytest.Monk
     captured = kernels.head_backward(head, result, d, None, NEEDS, None, of_forward)
     for ours, eager in zip(captured[:2], expected[:2], strict=True):
         assert eager.isfinite().all() and (ours - eager).float().norm() <= 1e-2 * eager.float().norm()
-
-
-@on_device
-def test_only_rows_that_may_have_a_gradient_are_kept(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601)
-    advantages = torch.tensor([1.0, 0.0, -1.0, 0.0], device=DEVICE)
-    unmasked = sample.options["mask"].sum(1)  # [B]
-    for objective, expected in (
-        (Objective(), unmasked[[0, 2]].sum()),
-        (Objective(kl_coef=0.1), unmasked.sum()),
-        (Objective(entropy_coef=0.1), unmasked.sum()),
-    ):
-        found = record_cached(backend, monkeypatch)
-        gspo_fused_loss(
-            *sample.leaves.values(),
-            sample.target_ids,
-            advantages,
-            objective=objective,
-            cache_mib=64,
-            backend=backend,
-            **sample.options,
-        )
-        assert found[-1].n_cached == expected
 
 
 def record_cached(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[Cached]:
@@ -210,18 +180,6 @@ def test_the_cache_is_free_after_the_backward_and_absent_without_autograd(
     assert [x.exponentials.numel() for x in found] == [0, 0]
 
 
-def test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward(backend: str) -> None:
-    """The last row block has only one row. With all rows in the cache, no logits are recomputed."""
-    head = random_head(65, 24, 48, torch.float32)
-    hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
-    for size, passes in ((0.0, 4.0), (16.0, 3.0)):
-        options: dict[str, Any] = dict(cache_mib=size, gradient_budget=1e-12, backend=backend)
-        with small_tiles(8, 24):
-            linear_log_probs(hidden, weight, head.target_ids.clamp(min=0), **options).log_probs.sum().backward()
-        assert metrics.last_backward()["dropped_gradient_mass"] == 0
-        assert metrics.last_backward()["passes"].item() == pytest.approx(passes, rel=FLOAT64_RELATIVE)
-
-
 @on_device
 def test_a_nan_column_makes_kept_and_recomputed_gradients_nan(backend: str) -> None:
     """Column 0 is NaN, so all probabilities are. The cached exponentials of other tiles are finite."""
@@ -234,47 +192,6 @@ def test_a_nan_column_makes_kept_and_recomputed_gradients_nan(backend: str) -> N
 
 
 # -- a budget at the log-probs
-
-
-@pytest.mark.slow
-@on_device
-@settings(max_examples=6)
-@given(st.sampled_from([1e-3, 0.05, 0.5]), st.sampled_from([1.0, 6.0]), st.booleans(), st.integers(0, 1000))
-def test_log_probs_drop_at_most_the_budget(budget: float, std: float, cached: bool, seed: int) -> None:
-    for backend in ("torch", "triton"):
-        rng = torch.Generator(DEVICE).manual_seed(seed)
-        head = random_head(200, 24, 601, torch.float32, std=std)
-        d = torch.randn(200, generator=rng, device=DEVICE) * (torch.rand(200, generator=rng, device=DEVICE) > 0.3)
-        d = torch.where(head.mask, d, torch.nan)  # what a loss gives masked rows does not count
-        hidden = head.hidden.nan_to_num().requires_grad_()
-        weight = head.weight.requires_grad_()
-        # Tiles as on a CPU: one of the torch backend's tiles on a GPU would hold this batch.
-        with small_tiles(128, 168), choices() as decisions, launches() as seen:
-            out = linear_log_probs(
-                hidden,
-                weight,
-                head.target_ids,
-                mask=head.mask,
-                gradient_budget=budget,
-                cache_mib=0.3 if cached else 0,
-                backend=backend,
-            )
-            exact = linear_log_probs(hidden, weight, head.target_ids, mask=head.mask, backend=backend)
-            assert torch.equal(out.log_probs, exact.log_probs)
-            gradients = torch.autograd.grad(out.log_probs, (hidden, weight), d.to(out.log_probs.device))
-        (chosen,) = decisions
-        true = d_logits(chosen)[0]
-        keep = live_entries(chosen)
-        dropped = torch.where(keep, 0, true.abs()).sum() / true.abs().sum()
-        reported = metrics.last_backward()["dropped_gradient_mass"]
-        assert dropped <= budget and abs(dropped - reported) <= DROPPED_MASS_RELATIVE * dropped + 1e-6
-        assert std < 2 or budget < 0.5 or dropped > 0
-        true = torch.where(keep, true, 0).to(DEVICE)
-        live = (head.mask & (d != 0))[:, None]
-        expected = (true @ weight.double(), true.t() @ torch.where(live, hidden.double(), 0))
-        for ours, truth in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5)
-        assert backend == "torch" or not dropped or {"hidden_product"} <= {x.kernel.__name__ for x in seen}
 
 
 @on_device

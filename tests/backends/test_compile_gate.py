@@ -17,7 +17,6 @@ import pytest
 import torch
 import triton
 from helpers import compile_cases as cases
-from helpers import compile_gate
 from helpers.marks import slow
 
 from gspo_kernels.backends.triton import tuning
@@ -64,29 +63,6 @@ def test_all_kernels_of_every_architecture_compile_as_in_the_golden_file() -> No
     rows = compiled(*GATED)
     assert counts_of(rows).keys() == json.loads(GOLDEN.read_text())["kernels"].keys()
     assert_as_in_the_golden_file(rows)
-
-
-def test_spills_are_allowed_only_where_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = {}
-    for release in ("3.7.1", "3.8.0", "3.9.0"):
-        monkeypatch.setattr(triton, "__version__", release)
-        for kernel, gpu in (("forward_tile", "sm_100"), ("forward_tile", "sm_90"), ("gradient_tile", "sm_100")):
-            if limit := compile_gate.spills_allowed(kernel, gpu):
-                allowed[release, kernel, gpu] = limit
-    assert allowed == {("3.8.0", "forward_tile", "sm_100"): 112}
-    report = compile_gate.Report(255, 8, 98_304, 0, 714, 16, 0)
-    assert report.faults("sm_90", True, torch.bfloat16, True, 0) == ["spills 8 bytes"]
-    assert report.faults("sm_90", True, torch.bfloat16, True, 8) == []
-
-
-def test_a_kernel_that_does_not_compile_fails_the_gate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = compile_gate.Row("sm_90", "gradient_tile", "bf16", "64 4w 1s", None, ["CompilationError: at 3:4"])
-    monkeypatch.setattr(compile_gate.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(compile_gate, "survey", lambda *_: [row._replace(faults=[]), row])
-    assert compile_gate.main([]) == 1
-    assert "CompilationError: at 3:4\n1 of 2 kernels fail" in capsys.readouterr().err
 
 
 def gated(architecture: str) -> set[tuple[str, Any]]:

@@ -94,16 +94,9 @@ def test_launches_do_not_grow_with_the_batch(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_bytes_and_compiled_kernels_at_real_sizes_are_those_of_the_golden_file() -> None:
+def test_compiled_kernels_are_those_of_the_golden_file_and_do_not_depend_on_the_batch() -> None:
     counts = costs.in_new_process("compiled")
     expect_golden(counts, {part: GOLDEN[part] for part in counts})
     assert set(counts) | {"torch", "work", "launches"} == set(GOLDEN)
-    for name, options in costs.REAL.items():
-        n = options["rows"]
-        h = options.get("width", 4096)
-        v = options.get("vocab", 151_936)
-        gradients = 2 * n * h + 2 * v * h
-        limit = gradients + 4 * n * v / 256 * (2 if options.get("entropy") else 1) + 2 * n * h + 256 * MIB
-        assert gradients < counts["real sizes"][name]["peak bytes"] <= limit
     one_batch, six_batches = counts["compiled kernels, by batches"].values()
     assert one_batch == six_batches

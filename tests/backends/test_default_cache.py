@@ -20,7 +20,6 @@ from gspo_kernels.backends import workspace
 from gspo_kernels.backends.rows import Cache, NeedsGradient
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.workspace import cache_limit
-from gspo_kernels.integrations.backwards import BackwardSettings
 from gspo_kernels.validation import Checks
 
 MIB = 2**20
@@ -133,38 +132,6 @@ def test_the_default_takes_no_more_memory_than_what_it_replaces(
     assert not any(kept_rows) or dtype == torch.float32 or not frozen
 
 
-def test_the_bound_of_the_default_is_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "100")
-    n, h, v = 5001, 2880, 50_000
-    head, trained = meta_head(rows=n, width=h, vocab=v), NeedsGradient(True, True, False, False, False)
-    ours = 2 * h * (n + v) + 2 * h * n + 4 * n * -(-v // 128) + 100 * MIB
-    tile, copy = 2 * 2501 * 32_768, 2 * h * 2501
-    assert memory.largest_default_cache(head, trained, "triton") == 6 * h * (2501 + v) + tile + copy - ours
-    # Autocast: both casts of operands; TRL casts parts of the weight, and does not round sums to fp32 weights.
-    stock = 4 * h * (2501 + v) + tile + copy + 2 * h * (2501 + v)
-    assert memory.largest_default_cache(head, trained, "triton", 4) == stock - (ours + 2 * h * (n + v))
-    # Of a larger weight, autograd's fp32 copy of the gradient is the peak.
-    large, v_large = meta_head(rows=n, width=h, vocab=200_000), 200_000
-    ours = 4 * h * (n + v_large) + 2 * h * n + 4 * n * -(-v_large // 128) + 100 * MIB
-    assert memory.largest_default_cache(large, trained, "triton", 4) == 2 * h * n + 6 * h * v_large - ours
-    frozen = trained._replace(weight=False)
-    ours = 4 * h * n + 4 * n * -(-v // 128) + 100 * MIB
-    assert memory.largest_default_cache(head, frozen, "triton") == 6 * h * 2501 + tile + copy - ours
-    # Never 0, so that all ranks of a cp_group have a cache.
-    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "256")
-    assert memory.largest_default_cache(head, frozen, "triton") == 1
-    # Of short batches, full logits take less than TRL's head.
-    short = meta_head(rows=300, width=h, vocab=v)
-    logits = 2 * 300 * v + 2 * h * (300 + v)
-    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
-    ours = 2 * h * (300 + v) + 2 * h * 300 + 4 * 300 * -(-v // 128) + MIB
-    assert memory.largest_default_cache(short, trained, "triton") == logits - ours
-    with FakeTensorMode():  # ranks of a tp_group compute the bound from their own rows and full logits
-        shard = memory.Batch(n, h, v, tp=4).head(torch.bfloat16)
-        ours = memory.bound(shard, "triton", 0, tile_width=128).total
-        assert memory.largest_default_cache(shard, trained, "triton") == 6 * n * shard.weight.shape[0] - ours
-
-
 def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler could not trace what asks for the memory here: it opens a file."""
 
@@ -181,16 +148,6 @@ def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.Mon
     torch.compiler.reset()
     compiled = torch.compile(add_default, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(2)).tolist() == [1266, 1266]
-
-
-def test_the_line_of_the_trainers_names_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    see_gpus(monkeypatch, H100)
-    line = BackwardSettings().describe(torch.device("cuda"))
-    assert line == "gradient_budget=0, cache_mib<=1266 (default)"
-    assert BackwardSettings().describe(torch.device("cpu")) == "gradient_budget=0, cache_mib=0 (default)"
-    assert BackwardSettings(1e-3, 5).describe(torch.device("cuda")) == "gradient_budget=0.001, cache_mib=5"
-    monkeypatch.setenv("GSPO_CACHE_MIB", "3")
-    assert BackwardSettings().describe(torch.device("cuda")) == "gradient_budget=0, cache_mib=3 (GSPO_CACHE_MIB)"
 
 
 @pytest.mark.parametrize(("backend", "cache_mib"), [("torch", 0.07), ("triton", 0.3)])

@@ -11,7 +11,7 @@ from helpers.device import gspo_fused_loss, on_device, to_device
 from helpers.head_rows import NEEDS, head_rows
 from helpers.marks import by_dtype, slow
 from helpers.oracle import DTYPES
-from helpers.samples import Sample, make_sample, run_fused
+from helpers.samples import make_sample, run_fused
 from helpers.tile_choices import Chosen, assert_dropped_mass_is_reported, choices, d_logits, live_entries, small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,6 @@ from tolerance import LIVE_GRADIENT_RELATIVE
 from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch, live_tiles
 from gspo_kernels.backends import torch as torch_backend
-from gspo_kernels.backends.live_tiles import break_even
 from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.inputs import head as inputs
@@ -44,7 +43,7 @@ SHAPES = st.fixed_dictionaries(
     },
     optional={
         "logit_softcap": st.sampled_from([2.0, 10.0]),
-        "logit_scale": st.sampled_from([0.5, 2.0]),
+        "logit_scale": st.sampled_from([0.5, -2.0]),
         "temperature": st.sampled_from([0.6, "per-token"]),
         "padded_vocab": st.integers(1, 5),
     },
@@ -158,44 +157,6 @@ def test_nothing_is_dropped_if_the_total_mass_is_not_finite(old_log_prob: float,
     assert out.metrics["live_tile_share"] == out.metrics["live_row_share"] > 0
 
 
-def test_the_cost_model_depends_on_width_and_device() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("hpu")  # any other type of device
-    assert 0.8 < break_even(4096, cpu) < 0.85 and 0.4 < break_even(4096, gpu) < 0.5
-    assert break_even(8, cpu) < 0.2 < break_even(896, cpu) < break_even(4096, cpu)
-
-
-@on_device
-@pytest.mark.parametrize("budget", [0.0, 0.1])
-def test_gradients_are_zero_if_no_token_has_one(budget: float, backend: str) -> None:
-    sample = make_sample(3)
-    zero = Sample(sample.leaves, sample.target_ids, torch.zeros_like(sample.advantages), Objective(), sample.options)
-    with choices():
-        out, grads = run_fused(zero.with_options(gradient_budget=budget), backend)
-    assert out.loss == 0 and not any(g.any() for g in grads.values())
-    assert out.metrics["live_row_share"] == out.metrics["live_tile_share"] == 0 and out.metrics["passes"] == 1
-
-
-@on_device
-def test_triton_drops_nothing_for_a_head_with_a_bias() -> None:
-    sample = make_sample(3, vocab=601, bias=True)
-    with choices():
-        out, grads = run_fused(sample.with_options(gradient_budget=0.3), "triton")
-        dense, expected = run_fused(sample, "triton")
-    assert out.metrics["dropped_gradient_mass"] == 0 and torch.equal(out.metrics["passes"], dense.metrics["passes"])
-    assert all(torch.equal(grads[k], expected[k]) for k in grads)
-
-
-@on_device
-@small_tiles(128, 4032)  # as on a CPU: the torch backend's tiles on a GPU have more rows than this batch
-def test_the_torch_backend_drops_cells_of_a_head_with_a_bias() -> None:
-    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, bias=True, logit_std=6.0)
-    with choices() as decisions:
-        out, grads = run_fused(sample.with_options(gradient_budget=0.1), "torch")
-    assert 0 < out.metrics["dropped_gradient_mass"] <= 0.1
-    truth = torch.where(live_entries(decisions[0]), d_logits(decisions[0])[0], 0).sum(0)
-    assert (grads["bias"].double() - truth).norm() <= LIVE_GRADIENT_RELATIVE[torch.float32] * truth.norm()
-
-
 @on_device
 @pytest.mark.parametrize("lengths", [(), (0, 0), (1,), (3, 0, 2)])
 @pytest.mark.parametrize("masked", [False, True])
@@ -214,31 +175,11 @@ def test_a_budget_is_respected_in_small_empty_and_fully_masked_batches(
         assert out.metrics["passes"] == 1 and not any(g.any() for g in grads.values())
 
 
-@on_device
-def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -> None:
-    """For row 7, the last tile holds only the target, so the tile's mass is 0 and its maximum is arbitrary.
-
-    Logits are so low that rescaling this tile by exp(maximum - log-sum-exp) would overflow without a clamp.
-    """
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(300, 64, generator=rng)
-    weight = torch.randn(513, 64, generator=rng) / 8
-    hidden[:, 0], weight[:, 0] = 20, -1
-    ids = torch.randint(0, 512, (300,), generator=rng)
-    ids[7] = 512
-    cu_seqlens = torch.tensor([0, 100, 150, 300])
-    leaves = {"hidden": hidden.requires_grad_(), "weight": weight.requires_grad_()}
-    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "temperature": 0.1, "mask": torch.ones_like(ids).bool()}
-    sample = Sample(leaves, ids, torch.tensor([1.0, -1.0, 0.5]), Objective(), options)
-    for budget in (1e-3, 0.3):
-        assert_dropped_mass_is_reported(sample, budget, backend)
-
-
-def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
+def test_the_torch_backend_drops_cells_of_a_head_with_a_bias_and_lora() -> None:
     """A run of consecutive cells ends at the end of the vocabulary, and 1,000 is not a multiple of COLUMN_MULTIPLE."""
     rng = torch.Generator().manual_seed(0)
     left, right = torch.randn(140, 4, generator=rng), torch.randn(1000, 4, generator=rng) / 8
-    head = head_rows(140, 16, 1000, adapter_hidden=left, adapter_weight=right)
+    head = head_rows(140, 16, 1000, bias=right[:, 0], adapter_hidden=left, adapter_weight=right)
     hidden, weight = head.hidden, 2 * head.weight
     weight[-100:] *= 1.5
     head = head._replace(weight=weight)
@@ -249,7 +190,7 @@ def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
         adapter_weight=None,
     )
     coefficient = torch.randn(140, generator=rng)
-    needs = NeedsGradient(True, True, False, True, True)
+    needs = NeedsGradient(*[True] * 5)
     with choices():
         result, tiles = torch_backend.forward_and_cache(head, tile_mass=True)
         cell = torch_backend.cell_shape(head)
@@ -258,11 +199,10 @@ def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
     chosen = Chosen(merged, result, coefficient, live, cell, tiles.tile_mass)
     d = torch.where(live_entries(chosen), d_logits(chosen)[0], 0)
     gradients = torch_backend.head_backward(head, result, coefficient, None, needs, live)
-    truth = (d @ weight.double(), d.t() @ hidden.double(), None, d @ right.double(), d.t() @ left.double())
+    truth = (d @ weight.double(), d.t() @ hidden.double(), d.sum(0), d @ right.double(), d.t() @ left.double())
     for ours, x in zip(gradients, truth, strict=True):
-        if x is not None:
-            assert ours is not None
-            assert (ours.double() - x).norm() <= LIVE_GRADIENT_RELATIVE[torch.float32] * x.norm()
+        assert ours is not None
+        assert (ours.double() - x).norm() <= LIVE_GRADIENT_RELATIVE[torch.float32] * x.norm()
 
 
 def test_cells_heavier_than_the_total_and_overflowing_sums_are_not_dropped() -> None:

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES
-from helpers.samples import Sample, gradients, make_sample, run_fused
+from helpers.samples import Sample, make_sample, run_fused
 from helpers.tile_choices import choices
-from torch import Tensor, nn
+from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
-from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels import Objective
 
 
 def samples() -> Iterator[tuple[str, Sample]]:
@@ -54,53 +53,13 @@ def digest(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
 
 def fused(sample: Sample, backend: str, **changes: Any) -> dict[str, str]:
     """Hash the results of `gspo_fused_loss`."""
-    return of_loss(*run_fused(sample.with_options(**changes), backend))
-
-
-def of_loss(out: Any, grads: dict[str, Tensor]) -> dict[str, str]:
+    out, grads = run_fused(sample.with_options(**changes), backend)
     return {
         "loss": digest([("loss", out.loss)]),
         "log_probs": digest([("log_probs", out.log_probs), ("entropy", out.entropy), ("log_ratio", out.log_ratio)]),
         "metrics": digest(sorted(out.metrics.items())),
         "gradients": digest(sorted(grads.items())),
     }
-
-
-def seams(sample: Sample, backend: str) -> dict[str, str]:
-    """Hash the results of `policy_loss` on the log-probs and entropies of `linear_log_probs`."""
-    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
-    head = ("logit_scale", "logit_softcap", "temperature", "vocab_size", "mask")
-    out = linear_log_probs(
-        leaves["hidden"],
-        leaves["weight"],
-        sample.target_ids,
-        bias=leaves.get("bias"),
-        entropy=True,
-        backend=backend,
-        **{k: v for k, v in sample.options.items() if k in head},
-    )
-    policy = {k: v for k, v in sample.options.items() if k not in head[:4]}
-    loss = policy_loss(
-        out.log_probs, sample.advantages, entropy=out.entropy, objective=sample.objective, backend=backend, **policy
-    )
-    return of_loss(loss, gradients(loss.loss, leaves))
-
-
-def adapter(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
-    """Hash the results of `gspo_fused_loss` for a head with a LoRA adapter of PEFT."""
-    import peft
-
-    sample = make_sample(seed, dtype=dtype)
-    torch.manual_seed(seed)
-    vocab, width = sample.leaves["weight"].shape
-    model = nn.ModuleDict({"lm_head": nn.Linear(width, vocab, bias=False, dtype=dtype)})
-    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), model)
-    leaves = {"hidden": sample.leaves["hidden"].detach().requires_grad_()}
-    leaves |= {name: x for name, x in model.named_parameters() if x.requires_grad}
-    out = gspo_fused_loss(
-        leaves["hidden"], model["lm_head"], sample.target_ids, sample.advantages, backend=backend, **sample.options
-    )
-    return of_loss(out, gradients(out.loss, leaves))
 
 
 def budget(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
@@ -114,19 +73,12 @@ def budget(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
 
 def hashes() -> dict[str, dict[str, str]]:
     torch.set_num_threads(1)
-    correction = Objective(rollout_correction=RolloutCorrection("sequence", "mask", 0.0, 3.0))
     result = {}
     for backend in ("torch", "triton"):
         for i, (name, sample) in enumerate(samples()):
             result[f"{backend} fused {name}"] = fused(sample, backend, entropy=i % 3 == 0)
-            if i % 4 == 0:
-                result[f"{backend} seams {name}"] = seams(sample, backend)
         for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-            result[f"{backend} adapter {dtype}"] = adapter(seed, dtype, backend)
             result[f"{backend} budget {dtype}"] = budget(seed, dtype, backend)
-        sample = make_sample(7, objective=correction)
-        rollout = sample.options["old_log_probs"] + 0.1
-        result[f"{backend} correction"] = fused(sample, backend, rollout_log_probs=rollout)
     return result
 
 

@@ -186,41 +186,11 @@ def interpreted() -> Record:
     return {"launches": {name: {f"{s} x {n}": launched(name, s, n) for s, n in BATCHES} for name in LAUNCHING}}
 
 
-# Calls whose launches are recorded on meta tensors, with the block shapes of an H200.
-REAL: dict[str, Record] = {
-    "8,192 x 4,096 x 151,936": dict(rows=8192),
-    "8,192 x 4,096 x 151,936, entropy": dict(rows=8192, entropy=True),
-    "8,192 x 4,096 x 151,936, budget": dict(rows=8192, budget=True),
-    "8,192 x 2,304 x 256,000, soft-cap": dict(rows=8192, width=2304, vocab=256_000, logit_softcap=30.0),
-    "131,072 x 4,096 x 262,144": dict(rows=131_072, vocab=262_144),
-}
 # (rows, sequences, clip_low, clip_high). These values change between the batches of a run, and between runs.
 VARIED = (
     (8192, 16, 3e-4, 4e-4), (1000, 7, 2e-4, 5e-4), (4097, 8, 1e-3, 1e-3), (513, 3, 3e-3, 4e-3), (30001, 64, 0.01, 0.02),
     (2048, 1, 5e-4, 5e-4),
 )  # fmt: skip  # a table
-
-
-def at_real_size(budget: bool = False, **head: Any) -> Record:
-    """Count bytes and launches of the head's forward and backward.
-
-    Recorded launches keep their tensors alive. So one run counts bytes, and another run records launches.
-    """
-    meta = cases.meta_head(**head)
-    run = partial(cases.forward_and_backward, meta)
-    if budget:
-        run = partial(cases.backward_of_cells, meta, all_cells=True)
-    with tuning.assume("sm_90"), StepCounts() as counts:
-        if budget:
-            result, cached = triton_backend.forward_and_cache(meta, tile_mass=True)
-            cell = triton_backend.cell_shape(meta)
-            assert cell is not None
-            triton_backend.choose(meta, result, result.log_probs, cached, cell, 1e-3)
-            del result, cached  # `run` makes new ones
-        run()
-    with tuning.assume("sm_90"), launches() as seen:
-        run()
-    return {"peak bytes": counts.peak, "launches": Counter(x.kernel.__name__ for x in seen)}
 
 
 def variants(batches: int) -> dict[str, int]:
@@ -239,7 +209,6 @@ def variants(batches: int) -> dict[str, int]:
 
 def compiled() -> Record:
     return {
-        "real sizes": {name: at_real_size(**options) for name, options in REAL.items()},
         "compiled kernels, by batches": {f"of {n}": variants(n) for n in (1, len(VARIED))},
     }
 

@@ -76,20 +76,3 @@ class TorchLaunches(TorchDispatchMode):
         # A scalar operand becomes a tensor on the CPU.
         self.number += bool(results) and writes and not is_ours and name != "scalar_tensor"
         return out
-
-
-class Operations(TorchDispatchMode):
-    """Record the bytes that operations on meta tensors would read and write. Views and allocations move none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        leaves = tree_leaves(out if "zeros" in name else (args, kwargs, out))
-        size = sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor) and x.is_meta)
-        if size and not func.is_view and "empty" not in name:
-            self.bytes.append(size)
-        return out

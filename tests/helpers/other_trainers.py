@@ -80,8 +80,8 @@ def _log_ratios_of_products(mask: Tensor, r: Tensor) -> Tensor:
 
 
 def ours(batch: Rollout, objective: Objective, backend: str, **options: Any) -> tuple[Any, Tensor]:
-    """Return our output and d(loss) / d(log_probs)."""
-    log_probs = batch.log_probs.clone().requires_grad_()
+    """Return our output and d(loss) / d(log_probs). Log-probs of masked tokens are NaN."""
+    log_probs = batch.log_probs.masked_fill(~batch.mask, torch.nan).requires_grad_()
     out = policy_loss(
         log_probs,
         batch.advantages,
@@ -94,7 +94,7 @@ def ours(batch: Rollout, objective: Objective, backend: str, **options: Any) -> 
         **options,
     )
     out.loss.backward()
-    assert log_probs.grad is not None
+    assert log_probs.grad is not None and not log_probs.grad[~batch.mask].any()
     return out, log_probs.grad
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tolerance import ADVANTAGE_RELATIVE, FLOAT64_RELATIVE, GDPO_ABSOLUTE, GDPO_RELATIVE, OUTLIER_RELATIVE
+from tolerance import ADVANTAGE_RELATIVE, FLOAT64_RELATIVE, GDPO_ABSOLUTE, GDPO_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import advantages as adv
@@ -90,6 +90,10 @@ FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
     "z-scores": (lambda g, _: [c / (deviation(g) or 1) for c in centred(g)], {"eps": 0.0}),
     "StateSet": (lambda g, _: [c / (deviation(g, 0) or 1) for c in centred(g)], {"ddof": 0, "eps": 0.0}),
     "REINFORCE": (lambda g, _: g, {"baseline": "none", "scale": "none"}),
+    "whole batch": (
+        lambda g, a: [v / deviation(a, 0) if deviation(a, 0) else v for v in g],
+        {"baseline": "none", "scale": "batch", "ddof": 0, "eps": 0.0},
+    ),
     "no baseline": (lambda g, _: [v / (deviation(g) + 1e-6 if deviation(g) else 1) for v in g], {"baseline": "none"}),
 }
 
@@ -108,13 +112,6 @@ def test_uneven_groups_in_any_order_follow_the_formula(name: str, rewards: list[
     close(ours, by_group(formula, rewards, ids))
 
 
-def test_group_size_and_group_ids_give_the_same_advantages() -> None:
-    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
-    by_size = group_advantages(rewards, 3)
-    assert by_size.dtype == torch.float32
-    assert torch.equal(by_size, group_advantages(rewards, group_ids=torch.arange(12) // 3))
-
-
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
 @pytest.mark.parametrize("scale", adv.SCALES)
 def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, scale: str) -> None:
@@ -122,14 +119,6 @@ def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, 
     ids = torch.tensor([0, 0, 0, 1, 2, 3, 3])
     ours = group_advantages(rewards, group_ids=ids, baseline=baseline, scale=scale, eps=0.0, ddof=1)
     assert not ours.any() and not ours.isnan().any()
-
-
-def test_equal_rewards_of_the_others_are_not_divided() -> None:
-    """The sum of squares of equal others must be 0 without rounding errors."""
-    for others, outlier in ((0.1, 0.7), (0.3, -1e5), (1e-3, 1.0)):
-        rewards = torch.tensor([others, others, outlier, others], dtype=torch.float64)
-        ours = group_advantages(rewards, 4, baseline="leave-one-out", scale="leave-one-out", eps=0.0)
-        assert ours[2].item() == pytest.approx(outlier - others, rel=OUTLIER_RELATIVE)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -244,11 +233,6 @@ def test_returns_of_tokens(gamma: float, clip: float | None) -> None:
     close(ours, expected)
 
 
-def test_without_kl_and_discount_every_return_is_the_reward() -> None:
-    mask = torch.tensor([[True, False, True], [False, False, False]])
-    assert torch.equal(token_returns(torch.tensor([2.0, 3.0]), mask), torch.tensor([[2.0, 0, 2.0], [0, 0, 0]]))
-
-
 def test_turns() -> None:
     ids = torch.tensor([[0, 0, -1, 1, 2], [5, 1, 1, 0, -100]])
     ours = turn_advantages(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), ids)
@@ -283,14 +267,10 @@ def of_group(rewards: Any = REWARDS_OF_FOUR, group_size: Any = 2, **options: Any
 
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "group rewards list": (of_group([1.0, 0.0]), TypeError, "rewards", "list"),
-    "group rewards integers": (of_group(torch.tensor([1, 0])), TypeError, "rewards", "int64"),
     "group rewards 2d": (of_group(torch.ones(2, 2)), ValueError, "rewards", "[2, 2]"),
     "group size zero": (of_group(group_size=0), ValueError, "group_size", "0"),
     "group size no divisor": (of_group(group_size=3), ValueError, "group_size", "3"),
-    "group size float": (of_group(group_size=2.0), TypeError, "group_size", "2.0"),
-    "group size bool": (of_group(group_size=True), TypeError, "group_size", "True"),
     "no groups": (of_group(group_size=None), ValueError, "group_size", "neither"),
-    "both groups": (of_group(group_ids=torch.zeros(4).long()), ValueError, "group_size", "both"),
     "group ids floats": (of_group(group_size=None, group_ids=torch.zeros(4)), TypeError, "group_ids", "float32"),
     "group ids short": (of_group(group_size=None, group_ids=torch.arange(3)), ValueError, "group_ids", "[3]"),
     "eps": (of_group(eps=-1e-6), ValueError, "eps", "-1e-06"),
@@ -300,7 +280,6 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "kl missing": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl_coef=0.1), ValueError, "kl", "None"),
     "kl shape": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl=torch.ones(2)), ValueError, "kl", "[2]"),
     "weights": (lambda: gdpo_advantages(torch.ones(4, 2), 2, weights=[1.0]), ValueError, "weights", "[1.0]"),
-    "weight": (lambda: gdpo_advantages(torch.ones(4, 1), 2, weights=[math.inf]), ValueError, "weights", "inf"),
     "one reward": (lambda: gdpo_advantages(torch.ones(4), 2), ValueError, "rewards", "[4]"),
     "gamma": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), gamma=1.5), ValueError, "gamma", "1.5"),
     "clip": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), reward_clip=0), ValueError, "reward_clip", "0"),
@@ -311,14 +290,11 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group', got 2"),
     "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
     "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
-    "packed turn ids": (lambda: packed_turns(torch.ones(2, 4)), ValueError, "turn_ids", "[2, 4]"),
-    "sequences": (lambda: packed_turns(torch.ones(4), 3), ValueError, "cu_seqlens", "[3]"),
-    "offsets": (lambda: packed_turns(torch.ones(5)), ValueError, "cu_seqlens", "[0, 1, 4]"),
+    "offsets": (
+        lambda: turn_advantages(torch.ones(2, 3), torch.ones(5).long(), cu_seqlens=torch.tensor([0, 1, 4])),
+        *(ValueError, "cu_seqlens", "[0, 1, 4]"),
+    ),
 }
-
-
-def packed_turns(turn_ids: torch.Tensor, sequences: int = 2) -> object:
-    return turn_advantages(torch.ones(sequences, 3), turn_ids.long(), cu_seqlens=torch.tensor([0, 1, 4]))
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -327,13 +303,6 @@ def test_a_bad_argument_is_named(kind: str) -> None:
     with pytest.raises(error) as caught:
         call()
     assert f"{name} must be" in str(caught.value) and got in str(caught.value)
-
-
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_ddof_applies_to_the_deviation_of_the_batch(ddof: int) -> None:
-    rewards = torch.tensor([1.0, 2.0, 4.0, 9.0]).double()
-    ours = group_advantages(rewards, 2, scale="batch", baseline="none", ddof=ddof, eps=0.0)
-    close(ours, rewards / deviation(rewards.tolist(), ddof))
 
 
 def test_equal_rewards_of_a_batch_are_not_divided() -> None:
@@ -356,17 +325,10 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
 WITH_A_BAD_VALUE: dict[str, Any] = {  # functions of a bad value, and the argument that the error names
     "group": (lambda x: group_advantages(torch.tensor([1.0, x]), 2), "rewards"),
     "batch": (lambda x: group_advantages(torch.tensor([1.0, x]), 2, scale="batch"), "rewards"),
-    "group of two bad values": (lambda x: group_advantages(torch.tensor([x, x]), 2), "rewards"),
-    "nothing to subtract or divide": (
-        lambda x: group_advantages(torch.tensor([1.0, x]), 2, baseline="none", scale="none"),
-        "rewards",
-    ),
     "normalized by batch": (lambda x: normalize_rewards(torch.tensor([1.0, x]), "batch"), "rewards"),
-    "normalized by group": (lambda x: normalize_rewards(torch.tensor([x, x]), "group", 2), "rewards"),
     "running": (lambda x: normalize_rewards(torch.tensor([1.0, x]), RunningMoments()), "rewards"),
     "whiten": (lambda x: whitened(torch.tensor([1.0, x]), MASK), "advantages"),
     "returns": (lambda x: token_returns(torch.tensor([1.0, x]), MASK), "rewards"),
-    "clipped returns": (lambda x: token_returns(torch.tensor([1.0, x]), MASK, reward_clip=5.0), "rewards"),
     "kl": (lambda x: token_returns(torch.ones(2), MASK, kl=torch.full((2, 3), x), kl_coef=0.1), "kl"),
     "turns": (lambda x: turn_advantages(torch.tensor([[1.0, x]]), torch.tensor([[0, 1]])), "advantages"),
 }
@@ -401,11 +363,3 @@ def test_bad_rewards_leave_running_moments_unchanged() -> None:
     with pytest.raises(ValueError, match="rewards must be finite"):
         moments.update(torch.tensor([math.nan]))
     assert moments.count == 2 and moments.mean == 1.5
-
-
-def test_rewards_with_a_large_common_part_keep_their_differences() -> None:
-    """In fp32, the mean of these rewards would be rounded to one of them."""
-    rewards = torch.tensor([0.0, 1.0, 1.0, 1.0]) + 1e7
-    expected = torch.tensor([-1.5, 0.5, 0.5, 0.5])
-    torch.testing.assert_close(group_advantages(rewards, 4, eps=0.0), expected)
-    torch.testing.assert_close(normalize_rewards(rewards, "batch", eps=0.0), expected)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss
-from helpers.marks import by_dtype, slow, triton_is_slow
+from helpers.marks import by_dtype, triton_is_slow
 from helpers.oracle import DTYPES, OBJECTIVES, assert_equals_oracle
 from helpers.samples import Sample, call_fused, make_sample, new_leaves, run_fused, run_policy
 from tolerance import RELATIVE_RMS, check
@@ -103,23 +103,6 @@ def test_a_fully_masked_batch_gives_zero(name: str, packed: bool, normalizer: Te
     assert all(value.isfinite() for value in out.metrics.values())
 
 
-def test_masked_entropies_and_log_probs_have_exactly_zero_influence(backend: str) -> None:
-    sample = make_sample(2, objective=Objective(kl_coef=0.1, entropy_coef=0.02))
-    mask = sample.options["mask"]
-    log_probs, entropies = (torch.linspace(*ends, mask.numel()).view_as(mask) for ends in ((-3, -1e-3), (0, 3)))
-    options: dict[str, Any] = {"mask": mask, "objective": sample.objective, "backend": backend}
-    options |= {"old_log_probs": log_probs - 1e-4, "ref_log_probs": log_probs - 0.1}
-    runs = []
-    for garbage in (0.0, NAN, -INF):
-        lp, entropy = (torch.where(mask, x, garbage).requires_grad_() for x in (log_probs, entropies))
-        out = policy_loss(lp, sample.advantages, entropy=entropy, **options)
-        out.loss.backward()
-        assert_all_zero(lp.grad[~mask], entropy.grad[~mask], out.entropy[~mask], out.log_probs[~mask])
-        runs.append((out, {"log_probs": lp.grad, "entropy": entropy.grad}))
-    for other in runs[1:]:
-        assert_same(other, runs[0])
-
-
 @pytest.mark.parametrize("budget", [0.0, 0.3])
 def test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence(budget: float, backend: str) -> None:
     sample = make_sample(2, vocab=601)
@@ -163,15 +146,15 @@ def ends_of_tiles(dtype: torch.dtype) -> list[Sample]:
     return samples
 
 
-def integer_logits_sample(size: float, dtype: torch.dtype, offset: float = 0.0, temperature: Any = 1.0) -> Sample:
-    """Return a sample whose logits are `offset` plus integers of at most about `size`. All operands are integers."""
+def integer_logits_sample(size: float, dtype: torch.dtype, temperature: Any = 1.0) -> Sample:
+    """Return a sample whose logits are integers of at most about `size`. All operands are integers."""
     sample = make_sample(8, on_policy=True, dtype=torch.float32, hidden_size=4, objective=Objective(entropy_coef=0.05))
     rng = torch.Generator().manual_seed(8)
     hidden = torch.randint(-2, 3, sample.leaves["hidden"].shape, generator=rng).to(dtype)
     # Half of the columns have similar logits, so that not all distributions are peaked.
     weight = torch.randint(-1, 2, (37, 4), generator=rng).to(dtype)
     weight[::2] *= round(size / 8)
-    leaves = {"hidden": hidden, "weight": weight, "bias": torch.full((37,), offset, dtype=dtype)}
+    leaves = {"hidden": hidden, "weight": weight, "bias": torch.zeros(37, dtype=dtype)}
     leaves = {k: v.requires_grad_() for k, v in leaves.items()}
     return replace(sample, leaves=leaves).with_options(temperature=temperature)
 
@@ -269,19 +252,6 @@ def test_a_token_weight_of_zero_silences_an_infinite_ratio(ratio: str, backend: 
     assert out.loss.isfinite()
     assert_all_zero(gradient[0])
     assert (gradient[1] != 0).all()
-
-
-@by_dtype
-@pytest.mark.parametrize("offset", [slow(-(2.0**13)), slow(2.0**13), -(2.0**15), 2.0**15])
-def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: float, backend: str) -> None:
-    expected, expected_grads = run_fused(integer_logits_sample(8, DTYPES[dtype]), backend, entropy=True)
-    out, grads = run_fused(integer_logits_sample(8, DTYPES[dtype], offset), backend, entropy=True)
-    wide = torch.float64 if dtype == "fp64" else torch.float32
-    check("log_probs", out.log_probs, expected.log_probs, expected.log_probs, wide)
-    check("entropy", out.entropy, expected.entropy, expected.entropy, wide)
-    for key in ("hidden", "weight"):
-        flat = grads[key].flatten(0, -2), expected_grads[key].flatten(0, -2)
-        check(f"d_{key}", flat[0], flat[1], flat[1], DTYPES[dtype])
 
 
 def test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient(backend: str) -> None:
@@ -394,21 +364,6 @@ def test_a_zero_or_non_finite_upstream_gradient_leaves_rows_without_gradient_at_
         assert not leaves["weight"].grad.isfinite().all()
 
 
-def test_a_nan_upstream_gradient_of_one_log_prob_stays_in_its_row(backend: str) -> None:
-    sample = make_sample(12, packed=True)
-    mask = sample.options["mask"]
-    row = int(mask.nonzero()[3])
-    others = torch.arange(len(mask)) != row
-    results = []
-    for value in (0.5, NAN):
-        hidden, weight = new_leaves(sample).values()
-        out = linear_log_probs(hidden, weight, sample.target_ids, mask=mask, backend=backend)
-        out.log_probs.backward(torch.where(others, torch.linspace(-1, 1, len(mask)), value))
-        results.append(hidden.grad)
-    assert_same(results[1][others], results[0][others])
-    assert results[1][row].isnan().all()
-
-
 # -- forms of an input, and which operands require a gradient
 
 
@@ -483,33 +438,3 @@ def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend
     options |= {"objective": Objective(ratio="sequence-token"), "backend": backend}
     _, gradient = run_policy(torch.zeros(2), torch.tensor([5.0, 1.0]), **options)
     assert gradient.tolist() == [-1.5, 0.0]
-
-
-@pytest.mark.parametrize("length", [256, 4096, 32_768])
-@pytest.mark.parametrize("ratio", ["sequence", "token"])
-@triton_is_slow
-def test_long_sequences_meet_the_tolerance(length: int, ratio: str, backend: str) -> None:
-    """An fp32 sum of equal terms rounds in one direction many times: 32,768 terms have a relative error of 3e-4."""
-    log_probs = -3 * torch.rand(2, length, generator=torch.Generator().manual_seed(0))
-    inputs = log_probs, log_probs - 1e-4, log_probs + 0.2, torch.tensor([1.3, -0.7])
-    objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True)
-
-    def ours(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tensor:
-        options: dict[str, Any] = {"objective": objective, "backend": backend}
-        return policy_loss(lp, advantages, old_log_probs=old, ref_log_probs=ref, **options).loss
-
-    def plain(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor) -> Tensor:
-        u = lp - old if ratio == "token" else (lp - old).mean(1, keepdim=True)
-        kl = torch.expm1(ref - lp) - (ref - lp)
-        return ((-advantages[:, None] + 0.1 * kl) * u.exp()).mean(1).mean()
-
-    def run(function: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        lp, *others = (x.to(dtype) for x in inputs)
-        lp = lp.detach().requires_grad_()
-        loss = function(lp, *others)
-        return loss.detach(), torch.autograd.grad(loss, lp)[0]
-
-    (loss, grad), (same, same_grad) = run(ours, torch.float32), run(plain, torch.float32)
-    truth, true_grad = run(plain, torch.float64)
-    check("loss", loss, same, truth, torch.float32)
-    check("d_log_probs", grad, same_grad, true_grad, torch.float32)

@@ -25,8 +25,6 @@ from tolerance import (
     KEPT_VALUE_ABSOLUTE,
     KEPT_VALUE_RELATIVE,
     RELATIVE_RMS,
-    TAIL_KL_ABSOLUTE,
-    TAIL_KL_RELATIVE,
     check,
 )
 from torch import Tensor
@@ -171,15 +169,6 @@ def test_kl_log_probs_replace_the_log_probs_in_the_kl_term(backend: str) -> None
     torch.testing.assert_close(out.metrics["kept_mass"], (full - kept)[mask].exp().mean().detach())
     expected = torch.autograd.grad(without.loss + 0.3 * kl, leaves)
     torch.testing.assert_close(torch.autograd.grad(out.loss, leaves), expected)
-    mask[0, 1:] = False  # answers of 1 token and of more: a mean over answers differs
-    parts = [
-        policy_loss(
-            *(x[rows] for x in (kept, advantages)), mask=mask[rows], old_log_probs=old[rows], ref_log_probs=ref[rows],
-            kl_log_probs=full[rows], objective=objective, normalizer=3.0, backend=backend,
-        ).metrics
-        for rows in (slice(0, 1), slice(1, 3))
-    ]  # fmt: skip  # lines by subject
-    torch.testing.assert_close(metrics.combine(parts)["kept_mass"], (full - kept)[mask].exp().mean().detach())
 
 
 def test_shares_of_singletons_are_weighted_by_tokens() -> None:
@@ -310,11 +299,10 @@ def test_sets_of_logits_are_those_of_transformers(top_k: int | None, top_p: floa
         assert (after.sizes <= ours.sizes).all() and (after.sizes < ours.sizes).any()
 
 
-def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "truncated_sampling.md").read_text()
     names: dict[str, Any] = {}
-    blocks = code_blocks(page, "python")
-    for block in blocks:
+    for block in code_blocks(page, "python"):
         exec(block, names)
     hidden, weight = names["hidden"].double(), names["lm_head"].weight.double()
     kept, full = (torch.log_softmax(hidden @ weight.t() + mask, -1).detach() for mask in (of_sets(names["sets"]), 0.0))
@@ -323,16 +311,6 @@ def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch: p
     torch.testing.assert_close(
         names["with_tail"].double(), kl_with_tail(names), rtol=KEPT_VALUE_RELATIVE, atol=KEPT_VALUE_ABSOLUTE
     )
-
-    # The last block again, with students that put up to all their probability on the teacher's ids.
-    names["hidden"] = (torch.randn(2, 3, 64) * torch.linspace(5, 60, 6).view(2, 3, 1)).requires_grad_()
-    likeliest = (names["hidden"] @ names["lm_head"].weight.t()).topk(8).indices
-    monkeypatch.setattr(torch, "randint", lambda *_: likeliest)
-    exec(blocks[-1], names)
-    torch.testing.assert_close(
-        names["with_tail"].double(), kl_with_tail(names), rtol=TAIL_KL_RELATIVE, atol=TAIL_KL_ABSOLUTE
-    )
-    assert names["hidden"].grad.isfinite().all()
 
 
 def kl_with_tail(names: dict[str, Any]) -> Tensor:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from helpers.device import linear_log_probs, policy_loss
 from helpers.marks import slow
-from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES, assert_equals_oracle, size_of_loss
-from helpers.samples import Sample, call_oracle, make_sample, new_leaves, run_fused, run_oracle
-from tolerance import check, check_loss
-from torch import Tensor
+from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES, assert_equals_oracle
+from helpers.samples import make_sample, new_leaves, run_fused, run_oracle
+from tolerance import check
 
 from gspo_kernels import Objective
 from gspo_kernels.backends.torch import tiles as torch_tiles
@@ -25,25 +23,6 @@ pytestmark = pytest.mark.usefixtures("device")
 def test_every_objective_equals_the_oracle_in_float64(name: str, layout: str, backend: str) -> None:
     sample = make_sample(3, dtype=torch.float64, objective=Objective(**OBJECTIVES[name]), **LAYOUTS[layout])
     assert_equals_oracle(sample, torch.float64, backend)
-
-
-@pytest.mark.parametrize("name", ["gspo", "vespo", "topr", "dppo-tv", "cispo", "reinforce", "vespo-other-weights"])
-def test_rounded_log_probs_are_within_the_limit_of_the_loss_and_faults_are_not(name: str) -> None:
-    for seed in range(8):
-        sample = make_sample(seed, dtype=torch.float64, objective=Objective(**OBJECTIVES[name])).cast(torch.float64)
-        truth, size, mask = call_oracle(sample), size_of_loss(sample), sample.options["mask"]
-
-        def loss(log_probs: Tensor, mask: Tensor, sample: Sample = sample, truth: Any = truth) -> Tensor:
-            options: dict[str, Any] = {**sample.options, "mask": mask, "objective": sample.objective}
-            entropy = truth.entropy if sample.objective.entropy_coef else None
-            return policy_loss(log_probs, sample.advantages, entropy=entropy, backend="torch", **options).loss
-
-        check_loss(loss(truth.log_probs.float().double(), mask), truth.loss, size)
-        shorter = mask.clone()
-        shorter[0, 0] = False  # drops a token
-        for wrong in (truth.loss * len(mask) / (len(mask) - 1), loss(truth.log_probs, shorter)):
-            with pytest.raises(AssertionError, match="loss off by"):
-                check_loss(wrong, truth.loss, size)
 
 
 @pytest.mark.parametrize("dtype", [slow("fp32"), "bf16", slow("fp16")])

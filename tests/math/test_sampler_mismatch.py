@@ -140,10 +140,6 @@ SEVERAL: dict[str, tuple[tuple[RolloutCorrection, ...], Callable[[Tensor, Tensor
         gated(0.9, 1.1),
         lambda log_rho, u: log_rho.exp() * ((u.exp() >= 0.9) & (u.exp() <= 1.1)),
     ),
-    "a gate and truncated weights": (
-        (RolloutCorrection("geometric", "gate", 0.9, 1.1), RolloutCorrection("token", "truncate", high=1.3)),
-        lambda log_rho, u: log_rho.exp().clamp(max=1.3) * ((u.exp() >= 0.9) & (u.exp() <= 1.1)),
-    ),
     "three": (
         (
             RolloutCorrection("token", "gate", 0.5, 2.0),
@@ -221,12 +217,6 @@ def test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero(leve
     assert out.loss.isinf() and not gradient.any()
 
 
-def test_the_kl_of_a_token_of_sampler_probability_zero_is_infinite() -> None:
-    old = -torch.ones(1, 2)
-    result = importance_weights(old, torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2))
-    assert result.weights.tolist() == [[2.0, 1.0]] and result.metrics["kl_sampler_trainer"] == math.inf
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_off_policy_mask(packed: bool) -> None:
     inputs = batch(packed)
@@ -244,6 +234,8 @@ def test_the_off_policy_mask(packed: bool) -> None:
 
 
 ONES = torch.ones(2, 3)
+OFFSETS: dict[str, Any] = {"mask": torch.ones(6), "cu_seqlens": torch.tensor([0, 5, 3, 6])}
+NAN = torch.full((2, 3), torch.nan)
 BAD: dict[str, tuple[Callable[[], object], str, str]] = {
     "shape": (lambda: importance_weights(ONES, torch.ones(2), ONES), "rollout_log_probs", "[2]"),
     "level": (lambda: importance_weights(-ONES, -ONES, ONES, level="turn"), "level", "'turn'"),
@@ -251,9 +243,10 @@ BAD: dict[str, tuple[Callable[[], object], str, str]] = {
     "low": (lambda: importance_weights(-ONES, -ONES, ONES, low=-1.0), "low", "-1.0"),
     "high": (lambda: importance_weights(-ONES, -ONES, ONES, low=1.0, high=0.5), "high", "0.5"),
     "positive": (lambda: importance_weights(ONES, -ONES, ONES), "old_log_probs", "[1.0]"),
-    "positive rollout": (lambda: importance_weights(-ONES, ONES, ONES), "rollout_log_probs", "[1.0]"),
     "threshold": (lambda: off_policy_mask(-ONES, -ONES, ONES, ONES, threshold=-1), "threshold", "-1"),
     "advantages": (lambda: off_policy_mask(-ONES, -ONES, torch.ones(3), ONES, threshold=1.0), "advantages", "[3]"),
+    "NaN": (lambda: off_policy_mask(-ONES, -ONES, NAN, ONES, threshold=1.0), "advantages", "nan"),
+    "offsets": (lambda: importance_weights(*[-torch.ones(6)] * 2, **OFFSETS), "cu_seqlens", "[0, 5, 3, 6]"),
 }
 
 
@@ -272,25 +265,6 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
     assert result.weights.shape == shape and all(x == 0 for x in result.metrics.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_weight_on_a_bound_is_not_changed(level: str, mode: str) -> None:
-    lp = -torch.rand(2, 3)
-    ones = torch.ones(2, 3)
-    result = importance_weights(lp, lp, ones, level=level, mode=mode, low=1.0, high=1.0)
-    assert torch.equal(result.weights, ones) and result.metrics["effective_sample_size"] == 1
-    assert result.metrics["kl_sampler_trainer"] == result.metrics["bound_share"] == 0
-
-
-def test_a_sequence_at_the_threshold_is_not_masked() -> None:
-    lp = -torch.ones(2, 3)
-    ones = torch.ones(2, 3)
-    result = off_policy_mask(lp, lp + torch.tensor([[0.0], [0.5]]), -torch.ones(2), ones, threshold=0.0)
-    assert result.weights.tolist() == [[1.0] * 3, [0.0] * 3]
-    result = off_policy_mask(lp, lp + 0.5, -torch.ones(2), ones, threshold=0.5)
-    assert torch.equal(result.weights, ones)
-
-
 def test_per_token_advantages_are_masked_per_token() -> None:
     lp = -torch.ones(1, 4)
     advantages = torch.tensor([[1.0, -1.0, 0.0, -2.0]])
@@ -304,23 +278,6 @@ def test_weights_and_masks_have_no_gradient() -> None:
     masked = off_policy_mask(old, roll, -torch.ones(2), torch.ones(2, 3), threshold=0.1)
     for result in (weights, masked):
         assert not any(x.requires_grad for x in (result.weights, *result.metrics.values()))
-
-
-def test_invalid_offsets_are_rejected() -> None:
-    x = torch.zeros(6)
-    offsets: dict[str, Any] = {"mask": torch.ones(6), "cu_seqlens": torch.tensor([0, 5, 3, 6])}
-    with pytest.raises(ValueError, match="importance_weights: cu_seqlens must be non-decreasing"):
-        importance_weights(x, x, **offsets)
-    with pytest.raises(ValueError, match="off_policy_mask: cu_seqlens must be non-decreasing"):
-        off_policy_mask(x, x, x, threshold=0.1, **offsets)
-
-
-def test_non_finite_advantages_are_rejected_at_unmasked_tokens() -> None:
-    x = torch.zeros(2, 3)
-    advantages = torch.tensor([[1.0, torch.nan, 1], [1, 1, torch.inf]])
-    with pytest.raises(ValueError, match="off_policy_mask: advantages must be finite where mask is true"):
-        off_policy_mask(x, x, advantages, torch.ones(2, 3), threshold=0.1)
-    off_policy_mask(x, x, advantages, advantages.isfinite(), threshold=0.1)
 
 
 def test_unchecked_bad_values_make_all_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:

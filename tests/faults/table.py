@@ -1,7 +1,7 @@
 """The type of a seeded fault.
 
-Seeded are faults that would otherwise stay unseen: nothing fails or warns, but a loss, gradient, log-prob, metric or
-divisor is wrong, or a resumed run computes other numbers. One fault for each such guarantee is enough.
+Seeded are faults that would otherwise stay unseen: nothing fails or warns, but a loss, gradient, log-prob, divisor or
+metric of a loss is wrong. One fault for each such guarantee is enough.
 """
 
 from __future__ import annotations

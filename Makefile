@@ -73,25 +73,22 @@ lint: .venv/ready
 
 # Tests against the real trainers, each in its own virtual environment. `build/peers` has all the trainers that can be
 # installed together: `build/peers/bin/gspo bench` compares them.
-test-trainers: .venv/ready build/trl-1.15.0/ready build/verl/ready build/zero3/ready build/megatron/ready build/swift/ready build/openrlhf/ready
+test-trainers: .venv/ready build/trl-1.15.0/ready build/verl/ready build/zero3/ready build/megatron/ready build/swift/ready
 	$(BIN)/$(PYTEST) tests/trainers
 	build/trl-1.15.0/bin/$(PYTEST) tests/trainers/test_trl.py tests/trainers/test_trl_zero_advantage.py
 	build/verl/bin/$(PYTEST) tests/trainers/test_verl_main_ppo.py tests/trainers/test_verl_*.py
 	build/verl/bin/$(PYTEST) tests/faults/test_faults.py -k verl
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py tests/trainers/test_trl_zero_advantage.py -k zero3
-	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_skyrl.py
+	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_skyrl.py tests/trainers/test_openrlhf.py
 	build/megatron/bin/python -m pytest tests/trainers/test_examples.py -k megatron
 	build/swift/bin/$(PYTEST) tests/trainers/test_ms_swift.py
-	build/openrlhf/bin/$(PYTEST) tests/trainers/test_openrlhf.py
 
 build/trl-1.15.0/ready: NEEDS = '.[test,trl]' trl==1.15.0
 build/verl/ready: NEEDS = '.[test,verl]' megatron-core==0.16.1 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/zero3/ready: NEEDS = '.[test,trl]' peft deepspeed==0.19.8
-build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1 && $(UV) pip install -q -p $(@D) --no-deps skyrl==0.3.0
-build/swift/ready: NEEDS = '.[test]' ms-swift==4.6.0 msgspec
 # OpenRLHF has wheels for Python 3.10 to 3.12 only.
-build/openrlhf/ready: NEEDS = '.[test]' accelerate aiohttp datasets deepspeed==0.19.6 peft pillow pylatexenc ray==2.55.0 sympy torchdata \
-	&& $(UV) pip install -q -p $(@D) --no-deps openrlhf==0.11.2
+build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1 && $(UV) pip install -q -p $(@D) --no-deps skyrl==0.3.0 openrlhf==0.11.2
+build/swift/ready: NEEDS = '.[test]' ms-swift==4.6.0 msgspec
 build/release/ready: NEEDS = '.[test,release]' 'setuptools>=77'
 build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 # The interpreter of Triton 3.6 does not work with NumPy 2.4.

@@ -69,8 +69,6 @@ WEIGHT_METRIC_RELATIVE = 1e-9
 # Gradients of our loss and of another trainer's, for the same batch in float64. Some trainers add 1e-8 to a divisor.
 PARITY_GRADIENT_RELATIVE = 1e-6
 
-# Gradients of our loss and of Liger's, from the same hidden states in fp32. Both round every logit.
-LIGER_GRADIENT_RELATIVE = 1e-5
 
 # Gradients of a model with a fused head and with materialised logits, by the model's dtype.
 MODEL_GRADIENT_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-5}
@@ -81,9 +79,6 @@ SHARDED_GRADIENT_RELATIVE = 1e-10
 TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE, TRAINER_ABSOLUTE = 1e-4, 2e-6, 1e-5
 # Gradient norms of the first four updates in such runs. After four updates, rounding has made the runs drift apart.
 TRAINER_GRADIENT_RELATIVE = 1e-6
-# After eight updates: the last gradient norm, and the sum of the updates of each weight. Measured: 1.2e-6 and 4.7e-5,
-# because each update rounds the weights to fp32.
-TRAINER_LAST_GRADIENT_RELATIVE, TRAINER_UPDATES_RELATIVE = 1e-5, 5e-4
 
 # Results of another trainer's function and of ours in fp32, as the norm of the difference divided by the norm.
 FUNCTION_RELATIVE = 1e-6

@@ -21,7 +21,7 @@ SEQUENCE, TOKEN = "sequence", "token"
 GRADIENT_STEPS, PER_GENERATION, PROCESSES = 2, 4, 3
 
 
-def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float | None = None) -> tuple[Any, ...]:
+def trl_loss(b: Rollout, o: Objective, config: dict[str, Any]) -> tuple[Any, ...]:
     """Return the loss of a training micro-batch, its derivative with respect to the log-probs, and TRL's metrics."""
     log_probs = b.log_probs.clone().requires_grad_()
     args = SimpleNamespace(
@@ -36,9 +36,8 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
         _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=threshold,
+        off_policy_mask_threshold=None,
         args=args,
-        get_off_policy_mask=getattr(GRPOTrainer, "get_off_policy_mask", None),
         get_gamma_weights=getattr(GRPOTrainer, "get_gamma_weights", None),
         importance_sampling_level=config.get("level", TOKEN),
         loss_type=config["loss_type"],

@@ -16,7 +16,7 @@ from tolerance import CANDIDATE_GRADIENT, CANDIDATE_LOSS, FLOAT64_LOSS_RELATIVE
 from torch import Tensor
 from typer.testing import CliRunner
 
-from gspo_kernels.benchmarks import candidates, measure, peaked, truth, workloads
+from gspo_kernels.benchmarks import candidates, measure, truth, workloads
 from gspo_kernels.benchmarks.candidates import ALL
 from gspo_kernels.benchmarks.suites import bench, trainer
 from gspo_kernels.benchmarks.workloads import Head, Spec
@@ -48,15 +48,6 @@ def test_all_candidates_compute_the_same_loss_and_gradients(scenario: str, softc
             limit = CANDIDATE_GRADIENT + 10 * candidate.budget
             assert error.worst < limit and abs(error.scale) < limit, (candidate.name, error)
             assert error.loss < CANDIDATE_LOSS, (candidate.name, error)
-
-
-def test_the_device_need_not_have_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.cuda.set_device` refuses "cuda", the default device on a machine with a GPU."""
-    made_current: list[int] = []
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
-    for name in ("cpu", "cuda", "cuda:1"):
-        assert bench._set_device(SMALL._replace(device=name)) == torch.device(name)
-    assert made_current == [1]
 
 
 def test_the_truth_computed_in_chunks_equals_one_float64_graph() -> None:
@@ -140,14 +131,6 @@ def test_memory_that_was_freed_before_the_run_does_not_hide_its_allocations() ->
     assert measure.peak_bytes(blocks, CPU) > 0.9 * 500 * 60_000 and kept
 
 
-def test_the_scale_of_an_error_is_that_of_the_worse_gradient() -> None:
-    """In bf16, only the scale detects a gradient that is 2 % too small."""
-    true = truth.truth(workloads.make(SMALL))
-    error = truth.errors((torch.tensor(true.loss), 0.98 * true.d_hidden, true.d_weight), true)
-    assert error.scale == pytest.approx(-0.02)
-    assert "the size of a gradient" in str(truth.verdict(error, naive=error._replace(scale=0.0), budget=0.0))
-
-
 def test_a_new_process_reports_its_failures_and_stays_within_the_free_memory() -> None:
     assert measure.fresh("peaked", "make", rows=8, width=10**6, vocab=10**6) is None
     with pytest.raises(RuntimeError, match=r"^KeyError: 'nobody'"):
@@ -209,24 +192,3 @@ def test_steps_of_the_trainer_are_shown_and_printed_as_json(monkeypatch: pytest.
 def test_bad_options_are_refused_with_a_one_line_message(options: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", *options])
     assert done.exit_code == 1 and message in done.output and len(done.output.strip().splitlines()) == 1
-
-
-def test_the_synthetic_policy_has_the_documented_entropies() -> None:
-    def shares(**options: Any) -> dict[str, Any]:
-        return peaked.entropy_quantiles(peaked.make(2048, 256, 5000, **options).entropy)
-
-    assert 0.45 < shares()["share under 0.01 nats"] < 0.55 and 0.15 < shares()["share above 0.67 nats"] < 0.25
-    assert 0.45 < shares(softcap=30.0)["share under 0.01 nats"] < 0.55
-
-
-def test_products_traced_by_the_compiler_are_not_counted() -> None:
-    # `product_operations` uses one thread, and torch.compile compiles again when the number of threads changes.
-    compiled = torch.compile(lambda a, b: (a @ b).sum())
-    a, b = torch.randn(24, 32), torch.randn(32, 40)
-    torch.set_num_threads(2)
-    try:
-        compiled(a[:16], b)
-        compiled(a, b)
-        assert truth.product_operations(lambda: compiled(a, b), compiles=True) == 2 * 24 * 32 * 40
-    finally:
-        torch.set_num_threads(1)

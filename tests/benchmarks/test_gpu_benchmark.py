@@ -102,18 +102,6 @@ def test_crashed_and_killed_groups_keep_their_measurements_and_are_repeated(
     assert not any(group["fault"] for group in results_in(path).values())
 
 
-def test_groups_of_another_commit_are_repeated_and_long_ones_not_started(
-    begun: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(tmp_path / "gpu.json")
-    assert run(monkeypatch, "C", "--output", path) == 0
-    assert run(monkeypatch, "rl-4k", "--minutes", "0.4", "--output", path) == 0  # less than half of its estimate
-    assert "rl-4k: not started, because 24 s are left" in capsys.readouterr().out
-    monkeypatch.setattr(measure, "_checkout", lambda: ("another", False))
-    assert run(monkeypatch, "C", "--output", path) == 0
-    assert "C: measured again, because its record is of another commit" in capsys.readouterr().out
-
-
 def test_a_failed_measurement_is_recorded_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,32 +111,6 @@ def test_a_failed_measurement_is_recorded_and_the_next_one_runs(
     group = results_in(tmp_path / "gpu.json")["A"]
     assert [r["what"] for r in group["results"]] == ["broken", "next"]
     assert "ZeroDivisionError" in group["fault"] and group["fault"] == group["results"][0]["fault"]
-
-
-def test_the_profilers_counters_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = '"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"'
-    rows = [f'"0","forward_tile","A section","{name}","%","81.5"' for name in (*times.COUNTERS, "of no use")]
-    lines = "\n".join(f"echo '{line}'" for line in ("==PROF== 1", header, *rows))
-    (tmp_path / "ncu").write_text(f"#!/bin/sh\n{lines}\n")
-    (tmp_path / "ncu").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    ((_, counters),) = times.profile(times.TINY)
-    (record,) = counters()
-    assert not record["fault"] and "of no use" not in record
-    assert all(record[name] == "81.5 %" for name in times.COUNTERS)
-
-
-def test_the_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "--plan"])
-    assert command.main() == 0
-    table, answers, words = capsys.readouterr().out.split("\n\n")
-    *lines, total = table.splitlines()
-    assert [line.split()[0] for line in lines] == groups.DEFAULT
-    assert int(total.split()[0]) < 570
-    for answer in ("--minutes 9.5", "runs/gpu.log", ".[bench,test]", "gpu checks", "rl-32k needs", "65 GiB"):
-        assert answer in answers
-    assert "This is more than" not in answers and "This is more than" in command.planned(groups.DEFAULT, 5)
-    assert all(f"\n{word} " in words for word in ("rl-like", "slab", "vendor"))
 
 
 @pytest.mark.parametrize("kernel", tune.KERNELS)

@@ -94,13 +94,6 @@ def test_a_damaged_or_partial_file_is_refused_with_a_one_line_message(text: str,
         pages.texts()
 
 
-def test_an_unknown_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "page.md").write_text("<!-- measured: stepp -->\n<!-- end -->\n")
-    monkeypatch.setattr(pages, "DOCS", tmp_path)
-    with pytest.raises(SystemExit, match=r"page\.md: expected a table that is one of .*step on a gpu.*, got stepp"):
-        pages.texts()
-
-
 def test_no_timed_candidate_has_wrong_gradients() -> None:
     every = results()
     for run in every["step-cpu"]["time"]["runs"] + every["vocab-cpu"]["runs"]:

@@ -13,7 +13,6 @@ import torch
 
 from gspo_kernels.benchmarks import measure
 from gspo_kernels.benchmarks.__main__ import COMMANDS
-from gspo_kernels.benchmarks.report.figures import draw_step
 from gspo_kernels.benchmarks.suites import step, trainer
 
 CPU = torch.device("cpu")
@@ -75,12 +74,6 @@ def test_a_trial_runs(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     importlib.import_module(f"gspo_kernels.benchmarks.{COMMANDS[suite]}").main()
     file = json.loads(output.read_text())
     assert file["suite"] == suite and file["commit"] and file["versions"]["torch"]
-
-
-def test_the_figure_is_drawn(tmp_path: Path) -> None:
-    gib = {"TRL peak_bytes": 2 << 30, "GSPOTrainer peak_bytes": 1 << 30}
-    draw_step({"shares": [{"rows_run": 0.5, "update": 0.6, **gib}]}, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
 def test_a_step_with_other_gradients_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

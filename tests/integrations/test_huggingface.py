@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import transformers
@@ -23,9 +22,7 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 from gspo_kernels.integrations.huggingface import (
     HeadError,
     HeadOutput,
-    base_model,
     fuse_head,
-    head_options,
     logit_options,
 )
 from gspo_kernels.integrations.huggingface.fused_head import _check_packed
@@ -48,7 +45,6 @@ SIZES = {
 CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", EIGHT, {}),
     "qwen3 tied": ("Qwen3Config", "Qwen3ForCausalLM", {**EIGHT, "tie_word_embeddings": True}, {}),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}, {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**EIGHT, "final_logit_softcapping": 5.0}, {"logit_softcap": 5.0}),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.0625}, {"logit_scale": 0.0625}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 6.0}, {"logit_scale": 1 / 6.0}),
@@ -61,7 +57,6 @@ CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"logit_scale": 0.4},
     ),
     "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", {}, {"logit_softcap": 15.0}),
-    "xlstm": ("xLSTMConfig", "xLSTMForCausalLM", {"output_logit_soft_cap": 4.0}, {"logit_softcap": 4.0}),
     "modernbert decoder, a module before the head": (
         "ModernBertDecoderConfig",
         "ModernBertDecoderForCausalLM",
@@ -155,9 +150,7 @@ def fused_loss(model: Any, old: Tensor) -> HeadOutput:
 
 @pytest.mark.parametrize("name", CENSUS)
 def test_loss_and_gradients_equal_those_of_the_models_logits(name: str) -> None:
-    # Not in float64: Mixtral's experts do not support it, and xLSTM's logits are always float32.
-    exact = name not in ("mixtral", "xlstm")
-    model = make(name).to(torch.float64 if exact else torch.float32)
+    model = make(name).double()
     lp = dense_log_probs(model)
     _, mask, advantages = batch()
     old = (lp + 2e-4 * torch.randn(lp.shape, generator=torch.Generator().manual_seed(2)).to(lp.dtype)).detach()
@@ -184,19 +177,12 @@ def test_loss_and_gradients_equal_those_of_the_models_logits(name: str) -> None:
     assert before == (set(vars(model)), set(vars(model.get_output_embeddings())))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "cohere", "xlstm"])
+@pytest.mark.parametrize("name", ["gemma2", "cohere"])
 def test_a_bf16_model_passes_the_check(name: str) -> None:
     options = fuse_head(make(name).bfloat16()).options
     expected = {**PLAIN, **CENSUS[name][3]}
     assert options.logit_scale == pytest.approx(expected["logit_scale"], rel=4e-3)
     assert (options.logit_softcap, options.vocab_size) == (expected["logit_softcap"], 96)
-
-
-def test_the_check_ignores_an_outer_autocast() -> None:
-    model = make("qwen3")
-    with torch.autocast("cpu", torch.bfloat16):
-        fuse_head(model)
-    assert logit_options(model) == PLAIN
 
 
 def test_logit_options_keeps_a_fused_model_fused() -> None:
@@ -206,29 +192,6 @@ def test_logit_options_keeps_a_fused_model_fused() -> None:
     assert_fused_equals_dense(model)
     head.remove()
     assert logit_options(model) == PLAIN and "forward" not in vars(model)
-
-
-class FourBitLinear(nn.Linear):
-    """Packs its weight in evaluation mode without a gradient, as bitsandbytes' 4-bit layers do on a CPU."""
-
-    packed = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.packed |= not (self.training or torch.is_grad_enabled())
-        return super().forward(input)
-
-
-def test_the_measurement_does_not_pack_4_bit_layers() -> None:
-    """Their backward would fail afterwards."""
-    model = make("qwen3")
-    layer = model.model.layers[0].mlp.up_proj
-    layer.__class__ = FourBitLinear
-    layer.weight.quant_state = None
-    fuse_head(model)
-    assert not layer.packed and not layer.training
-    with torch.no_grad():
-        model(**batch()[0])
-    assert layer.packed
 
 
 def test_the_measurement_keeps_the_random_state() -> None:
@@ -253,14 +216,11 @@ BODY = {"target_modules": ["q_proj"]}
 TOKENS = [3, 40, 95]
 PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, class and values of PEFT's configuration
     "lora": ("qwen3", "LoraConfig", {"target_modules": ["lm_head", "q_proj"]}),
-    "body": ("qwen3", "LoraConfig", BODY),
-    "lora on the embeddings, tied": ("qwen3 tied", "LoraConfig", {"target_modules": ["embed_tokens"]}),
     "lora on the head, tied": ("qwen3 tied", "LoraConfig", {"target_modules": ["lm_head"]}),
     "lora on both, tied": ("qwen3 tied", "LoraConfig", {"target_modules": ["embed_tokens", "lm_head"]}),
     "modules_to_save": ("qwen3", "LoraConfig", {**BODY, "modules_to_save": ["lm_head"]}),
     "tokens": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": {"lm_head": TOKENS}}),
     "tokens, tied": ("qwen3 tied", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
-    "tokens of the embeddings alone": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
     "tokens of a head with a bias": (
         "phi, a bias",
         "LoraConfig",
@@ -354,16 +314,6 @@ def with_nan() -> Any:
     return model
 
 
-def with_a_method_as_weight() -> Any:
-    class Quantized(nn.Module):  # like torch.ao's dynamic layers
-        def weight(self) -> Tensor:
-            return torch.ones(96, 32)
-
-    model = make("qwen3")
-    model.lm_head = Quantized()
-    return model
-
-
 def with_dora() -> Any:
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(make("qwen3"), peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True))
@@ -376,11 +326,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "head not called": (lambda: with_head(nn.Linear(32, 96)), HeadError, "got 0 calls"),
     "no head": (lambda: with_head(None), HeadError, "output embeddings"),
     "a NaN in the weight": (with_nan, HeadError, "must equal the fused ones"),
-    "no weight tensor": (with_a_method_as_weight, HeadError, r"must have a weight \[V, H\] .* got .*Quantized without"),
     "DoRA": (with_dora, ValueError, "DoRA"),
     "meta device": (lambda: make("qwen3").to("meta"), HeadError, "meta device"),
     "no model": (lambda: None, TypeError, "model must be a transformers model"),
-    "a name": (lambda: "Qwen/Qwen3-8B", TypeError, "model must be a transformers model"),
 }
 
 
@@ -429,10 +377,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str, Any]] = {  # a model, a
     "scale of the model": ("cohere", lambda model: model, "logit_scale", 0.5),
     "scale of the configuration": ("granite", lambda model: model.config, "logits_scaling", 2),
     "scale of the body": ("falcon-h1", lambda model: model.model, "lm_head_multiplier", 1.5),
-    "scale as a tensor": ("cohere", lambda model: model, "logit_scale", torch.tensor(0.5)),
-    "scale as a NumPy number": ("cohere", lambda model: model, "logit_scale", numpy.float32(0.5)),
     "soft-cap": ("gemma2", lambda model: model.config, "final_logit_softcapping", 2.0),
-    "soft-cap removed": ("gemma2", lambda model: model.config, "final_logit_softcapping", None),
     "soft-cap of a text configuration": (
         "paligemma, text alone",
         lambda model: model.config.text_config,
@@ -467,21 +412,6 @@ def test_a_tensor_that_scales_logits_may_change_in_place_but_not_be_trained() ->
     assert_fused_equals_dense(model)
     model.logit_scale = torch.nn.Parameter(torch.tensor(0.5))
     with pytest.raises(HeadError, match="logit_scale of CohereForCausalLM must not be trained"):
-        assert_fused_equals_dense(model)
-
-
-def test_a_hook_is_measured_even_if_it_has_the_id_of_a_removed_one() -> None:
-    model = make("qwen3").double()
-    fuse_head(model)
-    harmless = model.lm_head.register_forward_hook(lambda module, inputs, output: None)
-    assert_fused_equals_dense(model)
-    address = id(next(iter(model.lm_head._forward_hooks.values())))
-    harmless.remove()
-    hooks = []
-    while len(hooks) < 10000 and (not hooks or id(hooks[-1]) != address):
-        hooks.append(lambda module, inputs, output: 2 * output)
-    model.lm_head.register_forward_hook(hooks[-1])
-    with pytest.raises(HeadError, match="log-probs from the logits of Qwen3ForCausalLM must equal the fused ones"):
         assert_fused_equals_dense(model)
 
 
@@ -650,15 +580,6 @@ def test_the_head_is_restored_after_an_error_inside_the_model() -> None:
 def test_negative_and_unlisted_scales_are_measured() -> None:
     assert fuse_head(make("cohere", logit_scale=-0.3)).options.logit_scale == pytest.approx(-0.3)
     assert fuse_head(odd(lambda logits: logits * 0.37)).options.logit_scale == pytest.approx(0.37)
-
-
-def test_numbers_of_the_text_configuration_are_candidates() -> None:
-    assert 5.0 in head_options._numbers(make("paligemma, text alone").config)
-
-
-def test_base_model_unwraps_torch_compile() -> None:
-    model = make("qwen3")
-    assert base_model(torch.compile(model)) is model
 
 
 def test_the_lines_of_the_integrations_page_have_the_gradient_of_dense_gspo() -> None:

@@ -17,7 +17,6 @@ pytest.importorskip("datasets")
 import datasets
 import transformers
 from helpers.pages import TRL_EXISTING_LINES, TRL_LINES
-from helpers.ranks import run_ranks
 from tolerance import (
     FP16_NORM_RELATIVE,
     LOSS_PER_ADVANTAGE,
@@ -28,7 +27,6 @@ from tolerance import (
 )
 from trl import GRPOTrainer
 
-from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations.backwards import METRICS
 from gspo_kernels.integrations.huggingface import HeadError, base_model, is_fused
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
@@ -147,20 +145,6 @@ def fixed_answers(prompts: list[str], *_: Any) -> dict[str, Any]:
     return {"prompt_ids": ids, "completion_ids": answers.tolist(), "logprobs": None}
 
 
-def rank_main(rank: int, folder: Path, ours: bool) -> None:
-    trained = train("gspo", ours, folder / str(rank), max_steps=4, learning_rate=0.05)
-    if rank == 0:
-        torch.save(trained, folder / "trained.pt")
-
-
-@pytest.mark.slow
-def test_training_on_two_ranks_equals_training_with_trls_log_probs(tmp_path: Path) -> None:
-    for name in ("stock", "ours"):
-        (tmp_path / name).mkdir()
-        run_ranks(rank_main, 2, tmp_path / name, name == "ours")
-    compare(*(torch.load(tmp_path / name / "trained.pt") for name in ("stock", "ours")))
-
-
 def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
     """TRL 1.16 does not know the name of RecurrentGemma's soft-cap."""
     torch.manual_seed(0)
@@ -226,28 +210,6 @@ def test_an_adapter_on_the_head_is_trained_with_our_trainer_only(
     assert all(not torch.equal(p, before[name]) for name, p in adapters.items())
     with pytest.raises(ValueError, match="lm_head"):  # TRL's own trainer still refuses the adapter
         make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
-
-
-def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's loss gives the tokens of clipped answers a gradient of 0, so the backward computes none of their rows."""
-    shares: list[float] = []
-    backward = torch_backend.head_backward
-
-    def watched(head: Any, result: Any, d_log_probs: torch.Tensor, d_entropy: Any, *args: Any) -> Any:
-        assert d_entropy is None  # the entropy is only logged
-        tokens, live = head.mask.view(4, -1), (d_log_probs != 0).view(4, -1)
-        for mask, has_gradient in zip(tokens, live, strict=True):
-            assert not has_gradient.any() or torch.equal(mask, has_gradient)  # all tokens of an answer or none
-        shares.append(live.sum().item() / tokens.sum().item())
-        return backward(head, result, d_log_probs, d_entropy, *args)
-
-    monkeypatch.setattr(torch_backend, "head_backward", watched)
-    options = {**SEQUENCE, "config": GSPOConfig, "skip_zero_advantage": False}  # all answers run
-    trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options)
-    trainer.train()
-    clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
-    assert len(shares) == 8 and max(clipped) > 0.5
-    assert 0 < sum(shares) / 8 < 0.8
 
 
 def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> None:

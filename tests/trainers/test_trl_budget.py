@@ -15,14 +15,13 @@ pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import datasets
 import transformers
-from tolerance import DROPPED_MASS_RELATIVE, LIVE_GRADIENT_RELATIVE, TRAINER_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
+from tolerance import DROPPED_MASS_RELATIVE, LIVE_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.kernels import chunked_logprob
 
 from gspo_kernels import linear_log_probs, memory
 from gspo_kernels.backends import dispatch
-from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.self_check import verdict
 from gspo_kernels.integrations import backwards
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
@@ -108,25 +107,6 @@ def test_gradients_lack_the_reported_share_only(tmp_path: Path) -> None:
         assert (ours[name] - gradient).norm() < 0.1 * gradient.norm(), name
 
 
-def test_a_cache_keeps_the_bits_of_log_probs_and_the_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log_probs: dict[float, list[Tensor]] = {}
-
-    def recorded(*args: Any, **options: Any) -> Any:
-        out = linear_log_probs(*args, **options)
-        log_probs.setdefault(options["cache_mib"], []).append(out.log_probs.detach())
-        return out
-
-    replace_log_probs(monkeypatch, recorded)
-    runs = {mib: train(tmp_path / str(mib), {"cache_mib": mib}) for mib in (0, 64)}
-    assert len(log_probs[0]) == len(log_probs[64]) > 2
-    assert all(map(torch.equal, log_probs[0], log_probs[64]))
-    (stock,) = runs[0][1]
-    for name, gradient in runs[64][1][0].items():
-        assert (gradient - stock[name]).norm() <= TRAINER_GRADIENT_RELATIVE * stock[name].norm(), name
-    without, cached = (step_logs(trainer)[0]["gspo/passes"] for trainer, _ in runs.values())
-    assert without - 1 == pytest.approx(3 / 2 * (cached - 1))  # three products per live tile, or two
-
-
 def test_logs_are_means_over_tokens_of_micro_batches_and_only_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,25 +135,6 @@ def test_logs_are_means_over_tokens_of_micro_batches_and_only_of_training(
     others = [log for log in trainer.state.log_history if "loss" not in log]
     assert sum("eval_loss" in log for log in others) == 4
     assert not [key for log in others for key in log if "gspo" in key]
-
-
-def backward_of(tokens: int) -> None:
-    """Run a backward in which one token has a gradient."""
-    hidden = torch.ones(tokens, 4, requires_grad=True)
-    linear_log_probs(hidden, torch.eye(8, 4), torch.arange(tokens)).log_probs[0].backward()
-
-
-def test_collected_backwards_are_weighted_by_tokens_and_released() -> None:
-    metrics = BackwardMetrics()
-    for tokens in (1, 7):
-        backward_of(tokens)
-        metrics.collect()
-    assert metrics.take() == pytest.approx(dict(zip(KEYS, (1 + 2 * 2 / 8, 0.0, 2 / 8), strict=True)))
-    assert metrics.take() == {} and metrics._backwards == []
-    backward_of(3)
-    metrics.begin()  # ignores the backward above
-    metrics.collect()
-    assert metrics.take() == {}
 
 
 def test_the_last_call_decides_and_each_change_is_printed_once(
@@ -290,21 +251,6 @@ def test_invalid_settings_are_refused(setting: dict[str, Any], tmp_path: Path) -
     with pytest.raises(ValueError, match=f"^accelerate_trainer: {message}"):
         accelerate_trainer(trainer, **setting)
     assert "training_step" not in vars(trainer)
-
-
-def test_calls_without_autograd_cache_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached_by_calls: list[tuple[bool, bool]] = []
-    forward = torch_backend.forward_and_cache
-
-    def watched(head: Any, tile_mass: bool = False, cache: Any = None) -> Any:
-        cached_by_calls.append((tile_mass, cache is not None))
-        return forward(head, tile_mass, cache)
-
-    monkeypatch.setattr(torch_backend, "forward_and_cache", watched)
-    train(tmp_path, {"gradient_budget": 1e-3, "cache_mib": 1}, beta=0.1)
-    # Old and reference log-probs of the rollout, then the two micro-batches of the step.
-    assert cached_by_calls.count((True, True)) == 2 and cached_by_calls.count((False, False)) >= 2
-    assert len(cached_by_calls) == 2 + cached_by_calls.count((False, False))
 
 
 def test_the_backend_of_a_device_is_named_with_its_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

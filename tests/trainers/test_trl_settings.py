@@ -187,23 +187,6 @@ def test_contradictory_rollout_sizes_are_refused() -> None:
 OF_GSPO_CONFIG: dict[str, Any] = {"config": GSPOConfig, "steps_per_generation": None, "num_generations": 8}
 
 
-@pytest.mark.parametrize(("accumulation", "iterations"), [(2, 1), (1, 2)])
-def test_default_settings_clip_in_training(accumulation: int, iterations: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "num_iterations": iterations}
-    options |= {"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 1e-3, **OF_GSPO_CONFIG}
-    trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options)
-    rollouts = []
-    generate = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: (rollouts.append(len(inputs)), generate(inputs))[1]
-    trainer.train()
-    clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
-    updates = 4 * iterations
-    assert trainer.state.global_step == len(clipped) == 8 and rollouts == [32 * accumulation] * (8 // updates)
-    first = clipped[::updates]
-    later = [x for i, x in enumerate(clipped) if i % updates]
-    assert max(first) == 0 and max(later) > 0.05, clipped
-
-
 def test_default_args_do_not_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "gspo_kernels.integrations.trl.trainer.GSPOConfig",

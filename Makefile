@@ -118,26 +118,20 @@ test-newest: build/newest/ready
 	$(MAKE) test BIN=build/newest/bin
 
 # The numeric tests with the instructions of other processors, with one and with two threads. This takes hours; CI runs it
-# every week. It prints error / limit of each test whose error is above half of its limit. Derive such a limit, or correct
-# the arithmetic.
+# every week.
 PROCESSORS := default avx2 mkl onednn
 default := ATEN_CPU_CAPABILITY=default
 avx2 := ATEN_CPU_CAPABILITY=avx2
 mkl := MKL_CBWR=COMPATIBLE
 onednn := ONEDNN_MAX_CPU_ISA=SSE41
-MARGINS := $(CURDIR)/build/margins
-# Assertions are compiled with a hook, so keep their bytecode apart. The hook keeps tensors alive, so test_memory.py is
-# left out, which counts bytes. Idle threads sleep: ranks with two threads each would otherwise wait for one another.
-MEASURED = env $($*) OMP_WAIT_POLICY=passive GSPO_TEST_THREADS=$$threads GSPO_TEST_MARGINS=$(MARGINS)/$*-$$threads PYTHONPYCACHEPREFIX=$(MARGINS).pyc \
-	$(BIN)/python -m pytest -m "not slow" -o enable_assertion_pass_hook=true
+# Idle threads sleep: ranks with two threads each would otherwise wait for one another.
+ON_PROCESSOR = env $($*) OMP_WAIT_POLICY=passive GSPO_TEST_THREADS=$$threads $(BIN)/python -m pytest -m "not slow"
 test-processors: $(PROCESSORS:%=test-processor-%)
 test-processor-%: .venv/ready
-	mkdir -p $(MARGINS) && rm -f $(MARGINS)/$*-*
 	failed=0; for threads in 1 2; do \
-		$(MEASURED) tests/distributed || failed=1; \
-		$(MEASURED) -n auto --dist worksteal tests/math tests/api tests/backends tests/integrations \
-			--ignore tests/backends/test_memory.py || failed=1; \
-	done; cd tests && ../$(BIN)/python -m helpers.margins $(MARGINS)/$*-*; exit $$failed
+		$(ON_PROCESSOR) tests/distributed || failed=1; \
+		$(ON_PROCESSOR) -n auto --dist worksteal tests/math tests/api tests/backends tests/integrations || failed=1; \
+	done; exit $$failed
 
 # The compile gate with the oldest and the newest Triton. `make test-slow` runs it with the pinned one.
 gate: gate-3.6.0 gate-newest

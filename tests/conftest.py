@@ -51,17 +51,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # Shapes are so small that more threads are slower.
     torch.set_num_threads(int(os.environ.get("GSPO_TEST_THREADS", "1")))
-    if "GSPO_TEST_MARGINS" in os.environ:
-        from helpers.margins import record_comparisons
-
-        record_comparisons()
-
-
-def pytest_assertion_pass(item: pytest.Item, lineno: int, orig: str, expl: str) -> None:
-    """Called if the option enable_assertion_pass_hook is on."""
-    from helpers.margins import record_assertion
-
-    record_assertion(orig, expl)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -12,8 +12,6 @@ The relative error of a gradient is the norm of the difference divided by the no
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -163,14 +161,6 @@ def truncation(device: torch.device, dtype: torch.dtype, width: int, largest_log
     return width / 8 * 2.0**-26 * largest_logit if on_tensor_cores else 0.0
 
 
-def record(name: str, error: float, allowed: float) -> None:
-    """Append the margin, error / allowed, to the file that GSPO_TEST_MARGINS names (helpers/margins.py)."""
-    if (path := os.environ.get("GSPO_TEST_MARGINS")) and allowed > 0:
-        test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" (", 1)[0]
-        with open(path, "a") as file:
-            file.write(f"{error / allowed}\t{test}\t{' '.join(name.split())}\n")
-
-
 def check(
     name: str,
     ours: Tensor | None,
@@ -199,14 +189,11 @@ def check(
         allowed = FLOAT64_RELATIVE * max(largest, 1e-30)
     else:
         allowed = 2 * ((s - t).abs().max().item() + torch.finfo(dtype).eps * largest)
-    record(name, error, allowed)
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (largest value {largest:.3e})"
     true_rms = t.square().mean().sqrt().clamp(min=1e-300)
     rms = (o - t).square().mean().sqrt() / true_rms
     if largest > 0:
         limit = RELATIVE_RMS[dtype] + more_rms / true_rms
-        if dtype.itemsize > 2:  # rounding a result to half precision may take up to 0.56 of the limit
-            record(f"{name}, RMS", float(rms), float(limit))
         assert rms <= limit, f"{name}: relative RMS error {rms:.3e}, allowed {limit:.1e}"
     if truth.ndim == 2 and finite.all():
         _check_rows(name, ours, truth, torch.finfo(dtype).eps * largest)
@@ -230,7 +217,6 @@ def check_loss(ours: Tensor, truth: Tensor, size: float) -> None:
     """
     limit = LOSS_PER_ADVANTAGE * max(size, truth.abs().item(), 1e-12)
     difference = abs(ours.item() - truth.item())
-    record("loss", difference, limit)
     assert difference <= limit, f"loss off by {difference:.3e}, allowed {limit:.3e}"
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compile_cases as cases
 from helpers.counters import LiveBytes
 from helpers.marks import slow
 from helpers.oracle import DTYPES
@@ -18,9 +17,8 @@ from gspo_kernels.backends import precision
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
 from gspo_kernels.backends.torch.tiles import operand_dtype
-from gspo_kernels.backends.triton import backward, gradient_rows, slabs, tuning
+from gspo_kernels.backends.triton import backward, gradient_rows, tuning
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.backends.workspace import DEFAULT_WORKSPACE
 
 PRODUCTS = {"hidden_product", "weight_product"}
 HALF = pytest.mark.parametrize("dtype", ["bf16", slow("fp16")])
@@ -143,16 +141,3 @@ def test_products_of_copies_are_complete(dtype: str, first: bool, monkeypatch: p
         rtol=PRODUCT_OF_COPIES_RELATIVE,
         atol=PRODUCT_OF_COPIES_ABSOLUTE,
     )
-
-
-@pytest.mark.parametrize("options", [dict(bias=True), dict(entropy=True), dict(rank=16)], ids=str)
-def test_slabs_leave_room_for_copies(options: dict[str, Any]) -> None:
-    """All tensors of a slab, including the copies, fit 7/8 of the workspace."""
-    head = cases.meta_head(rows=32_768, width=4096, vocab=151_936, **options)
-    with tuning.assume("gfx942"):
-        unrounded = head.bias is not None or head.adapter_weight is not None
-        config = tuning.tile_config(head, "gradient")
-        chunk, slab, gather_once = slabs.chunk_and_slab(head, 32_768, config, unrounded, direct=True)
-    assert chunk < 32_768 and not gather_once  # so d_weight of a slab is summed in fp32
-    taken = chunk * 4096 * 2 + slab * (chunk * slabs.bytes_per_entry(head, unrounded) + 4096 * 4)
-    assert taken + precision.bytes_of_copies() <= DEFAULT_WORKSPACE * 7 // 8

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import triton
-from helpers import compile_cases as cases
-from helpers.marks import slow
-
-from gspo_kernels.backends.triton import tuning
-from gspo_kernels.backends.triton.launch import launches
 
 GOLDEN = Path(__file__).parent / "golden_kernels.json"
 GATED = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -63,40 +57,6 @@ def test_all_kernels_of_every_architecture_compile_as_in_the_golden_file() -> No
     rows = compiled(*GATED)
     assert counts_of(rows).keys() == json.loads(GOLDEN.read_text())["kernels"].keys()
     assert_as_in_the_golden_file(rows)
-
-
-def gated(architecture: str) -> set[tuple[str, Any]]:
-    """Return (kernel, configuration) of all kernels that the gate compiles for an architecture."""
-    with tuning.assume(architecture), launches() as seen:
-        for _name, _dtype, run in cases.runs():
-            run()
-    return {(x.kernel.__name__, x.config) for x in seen}
-
-
-def table(architecture: str) -> set[tuple[str, Any]]:
-    """Return (kernel, configuration) of all entries of the tuning table for an architecture."""
-    entries: set[tuple[str, Any]] = {("reduce_rows", tuning.REDUCE_ROWS)}
-    entries.add(("list_cells", tuning.LIST))
-    sequences = (tuning.sequence_config(dtype) for dtype in (torch.float32, torch.float64))
-    entries |= {(name, config) for config in sequences for name in ("count_tokens", "sequence_loss", "finish")}
-    for dtype in (torch.float32, torch.float64):
-        entries |= {("multiply_pairs", tuning.pair_config("products", dtype))}
-        entries |= {("sum_pairs", tuning.pair_config("sums", dtype))}
-    with tuning.assume(architecture):
-        cpu = torch.device("cpu")
-        products = [tuning.product_config(dtype, cpu) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
-    entries |= {(name, config) for name in PRODUCTS for config in products}
-    for dtype_table in (tuning._HALF, tuning._SINGLE, tuning._DOUBLE):
-        blocks = dtype_table[architecture]
-        entries |= {("forward_tile", blocks.forward), ("forward_tile", blocks.heavy_forward)}
-        for kernel in ("gradient_tile", "cached_tile"):
-            entries |= {(kernel, blocks.gradient), (kernel, blocks.heavy_gradient)}
-    return entries
-
-
-@pytest.mark.parametrize("architecture", [x if x == "sm_90" else slow(x) for x in tuning.ARCHITECTURES])
-def test_the_gate_compiles_exactly_the_tuning_table(architecture: str) -> None:
-    assert gated(architecture) == table(architecture)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from helpers.compile_cases import meta_head
 from helpers.counters import LiveBytes
 from helpers.head_rows import head_rows
-from helpers.marks import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gspo_kernels import gspo_fused_loss, linear_log_probs, memory, metrics
@@ -130,46 +128,3 @@ def test_the_default_takes_no_more_memory_than_what_it_replaces(
     if (width, dtype, frozen) == (4096, torch.bfloat16, False):
         assert kept_rows[1] == 1 and kept_rows[2] > 0.8  # 3 passes, and 3.1 with H200's 1/64
     assert not any(kept_rows) or dtype == torch.float32 or not frozen
-
-
-def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler could not trace what asks for the memory here: it opens a file."""
-
-    def properties(device: torch.device) -> SimpleNamespace:
-        with open(os.devnull):
-            return SimpleNamespace(total_memory=H100)
-
-    cuda = SimpleNamespace(is_available=lambda: True, get_device_properties=properties)
-    monkeypatch.setattr(workspace, "torch", SimpleNamespace(cuda=cuda))
-
-    def add_default(x: torch.Tensor) -> torch.Tensor:
-        return x + cache_limit(CALL, None, torch.device("cuda:0")) // MIB
-
-    torch.compiler.reset()
-    compiled = torch.compile(add_default, fullgraph=True, backend="eager")
-    assert compiled(torch.zeros(2)).tolist() == [1266, 1266]
-
-
-@pytest.mark.parametrize(("backend", "cache_mib"), [("torch", 0.07), ("triton", 0.3)])
-@pytest.mark.parametrize("dynamic", [slow(None), True])
-def test_batches_that_fit_the_cache_and_larger_ones_share_a_graph(
-    backend: str, cache_mib: float, dynamic: bool | None
-) -> None:
-    """The cache holds 256 rows."""
-    graphs: list[Any] = []
-
-    def count(module: Any, inputs: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    def loss(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        advantages = torch.tensor([1.0, -1.0])
-        return gspo_fused_loss(hidden, weight, ids, advantages, cache_mib=cache_mib, backend=backend).loss
-
-    torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend=count, dynamic=dynamic)
-    for length in (3, 5, 70, 200, 9, 300):
-        head = head_rows(2 * length, 8, 60)
-        arguments = (head.hidden.view(2, length, 8).requires_grad_(), head.weight, head.target_ids.view(2, length))
-        assert torch.equal(compiled(*arguments), loss(*arguments))
-    assert len(graphs) == (1 if dynamic else 2)  # one for all shapes; before it, one for the first shape

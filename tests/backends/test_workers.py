@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.head_rows import head_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -83,23 +82,6 @@ def test_every_tile_is_computed_by_a_single_thread(monkeypatch: pytest.MonkeyPat
     assert torch.get_num_threads() == 2
 
 
-def test_copies_of_a_half_precision_head_count_as_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread upcasts its slab of the head, so fewer threads fit into the same memory than for an fp32 head."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "160")
-    rows = torch.arange(4)
-    threads = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        head = head_rows(4, 256, 200_000, workspace=160 * 2**20)
-        head = head._replace(hidden=head.hidden.to(dtype), weight=head.weight.to(dtype))
-        work = torch_tiles.Tiles(head, rows)
-        threads[dtype] = work.threads
-        tile = 4 * work.tile_rows * (4 * work.tile_columns + 256)
-        copies = 0 if dtype == torch.float32 else 2 * 4 * work.tile_columns * 256
-        assert 1 < work.threads * (tile + copies) <= (160 - 16) * 2**20
-    assert threads[torch.bfloat16] != threads[torch.float32]
-
-
 def test_the_first_error_is_raised_and_errors_of_waiting_threads_are_not() -> None:
     """Afterwards the threads can be used again."""
     sums = workers.Sums(1, most_waiting=0)
@@ -135,22 +117,6 @@ def test_terms_are_added_in_order(indices: list[int], most_waiting: int, threads
 
     workers.run(work, range(len(indices)), threads, sums)
     assert added == [list(range(indices.count(index))) for index in range(3)]
-
-
-def test_threads_work_during_interpreter_shutdown() -> None:
-    code = """
-import atexit, threading, time
-from gspo_kernels.backends.torch import workers
-
-def work():
-    time.sleep(0.2)  # until the main thread has ended
-    workers.run(print, ["late"], 2)
-
-threading.Thread(target=work).start()
-atexit.register(workers.run, print, ["at exit"], 2)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
-    assert run.stdout.split("\n") == ["late", "at exit", ""] and not run.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

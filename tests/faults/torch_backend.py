@@ -22,11 +22,6 @@ FAULTS: dict[str, Fault] = {
         "z[:, 1:][- - z[:, :1]-]",
         "kept_sets::test_extra_log_probs_equal_those_of_full_logits[torch-plain-bf16]",
     ),
-    "log-ratio not divided by the length": (
-        "torch/sequence:policy_forward",
-        "total[- / lengths.clamp(min=1)-]",
-        f"{OBJECTIVE}[torch-padded-gspo]",
-    ),
     "aggregation weight not divided by the length": (
         "_weight_of_token",
         "[-weight = weight / lengths.clamp(min=1)-]{+pass+}",
@@ -38,30 +33,10 @@ FAULTS: dict[str, Fault] = {
         "sequence, lengths, policy, objective)",
         f"{OBJECTIVE}[torch-packed-per-token-weights-cispo-sequence]",
     ),
-    "cispo: no gradient where the clip binds": (
-        "_cispo",
-        "slope = torch.where(nonzero{+ & ~low & ~high+}, -weight * advantages, 0)",
-        f"{OBJECTIVE}[torch-padded-cispo]",
-    ),
-    "k3+ with the gradient of k3": (
-        "torch/surrogates:kl_and_slope",
-        '[-d if estimator.endswith("+") else -]slope',
-        f"{OBJECTIVE}[torch-padded-k1+]",
-    ),
-    "mask off by one": (
-        "torch/forward:forward_and_cache",
-        "index = head.mask.{+roll(1).+}nonzero()[:, 0]",
-        f"{OBJECTIVE}[torch-padded-gspo]",
-    ),
     "last vocabulary slab dropped": (
         "Tiles.__init__",
         "[(low, min(low + width, vocab)) for low in range(0, vocab, width)]{+[: max(1, (vocab - 1) // width)]+}",
         "parity::test_several_tiles_of_rows_and_columns[torch]",
-    ),
-    "padded vocabulary counted": (
-        "Tiles.__init__",
-        "head.[-vocab_size-]{+weight.shape[0]+}, self.tile_columns",
-        f"{PARITY}[torch-padded-vocab-padded-fp64]",
     ),
     "logits rounded to bf16": (
         "Tiles.logits",

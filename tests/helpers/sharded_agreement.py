@@ -15,8 +15,7 @@ from helpers.sharded_features import raises, rows
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor, nn
 
-from gspo_kernels import KeptSets, Objective, gspo_fused_loss, linear_log_probs, memory, policy_loss, validation
-from gspo_kernels.backends import workspace
+from gspo_kernels import KeptSets, Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.inputs.compared import ENVIRONMENT
 from gspo_kernels.ranks import agreement
 from gspo_kernels.sampler_mismatch import RolloutCorrection
@@ -146,41 +145,6 @@ for _function, _kind in FUNCTIONS:
         run(function, mine)  # the ranks are still in step
 
 
-@case("equal arguments that are spelled differently", 2)
-def _spellings(context: Context) -> None:
-    group = context.group(2)
-    last = rank_in(group) == 1
-    for function, kind in FUNCTIONS:
-        mine = arguments(function, kind, group)
-        spellings: dict[str, tuple[Any, Any]] = {
-            "mask": (mine["mask"], mine["mask"].long()),
-            "cu_seqlens": (torch.tensor([0, 7, 12, 20]), torch.tensor([0, 7, 12, 20], dtype=torch.int32)),
-            "advantages": (torch.tensor([1.0, -0.0, 1 / 3]), torch.tensor([1.0, 0.0, 1 / 3]).double()),
-            "logit_scale": (1, 1.0),
-            "temperature": (1.0, torch.tensor(1.0)),
-            "vocab_size": (None, V),
-            "objective": (
-                Objective.preset("gspo", kl_coef=0.1, rollout_correction=mine["objective"].rollout_correction)
-                if "objective" in mine else None,
-                mine.get("objective"),
-            ),
-            "normalizer": (3, torch.tensor(3.0)),
-            "gradient_budget": (0, 0.0),
-            "cache_mib": (0, None),
-            "backend": ("torch", "auto"),
-        }  # fmt: skip  # a table
-        for name, (one, other) in spellings.items():
-            if name in mine:
-                run(function, mine, **{name: other if last else one})
-        for name in agreement.PER_TOKEN:  # whatever masked tokens hold
-            if isinstance(mine.get(name), Tensor) and name != "advantages":
-                garbage = mine[name].detach().clone()
-                garbage[~mine["mask"]] = 999 if last else torch.nan if garbage.is_floating_point() else -(2**40)
-                run(function, mine, **{name: garbage.requires_grad_(mine[name].requires_grad)})
-        with mock.patch.dict(os.environ, GSPO_CHECK="0" if last else "", GSPO_CACHE_MIB="0"):
-            run(function, mine)
-
-
 @case("tokens of a cp_group read per sequence or per token", 2)
 def _readings(context: Context) -> None:
     group = context.group(2)
@@ -255,26 +219,6 @@ def _environment(context: Context) -> None:
             ):
                 run(function, mine)
         run(function, mine)
-
-
-@case("default caches of GPUs with different memory", 2)
-def _default_caches(context: Context) -> None:
-    group = context.group(2)
-    last = rank_in(group) == 1
-    for function, kind in FUNCTIONS[:3]:
-        mine = arguments(function, kind, group) | {"cache_mib": None}
-        with (
-            mock.patch.object(workspace, "cache_of_device", lambda device: 3 if last else 2),
-            mock.patch.object(memory, "largest_default_cache", lambda *head: 2**30),
-        ):
-            if kind == "cp_group":
-                run(function, mine)
-            else:
-                with raises("cache_mib must be equal on all ranks of tp_group, got [2 (default), 3 (default)]"):
-                    run(function, mine)
-            with raises(f"cache_mib must be equal on all ranks of {kind}"):
-                run(function, mine, cache_mib=4.0 if last else None)
-            run(function, mine, cache_mib=1.0)
 
 
 # -- which calls are compared

@@ -49,17 +49,6 @@ for _ranks in (2, 4, 8):
                         assert torch.equal(out.entropy, one.entropy), dtype  # pyright: ignore[reportArgumentType]
 
 
-@case("bits unaligned shards warn", 2)
-def _unaligned(context: Context) -> None:
-    hidden, weight, ids = rows(600)
-    group = context.group(2)
-    validation._warned.discard("unaligned shards")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        linear_log_probs(hidden, shard_rows(weight, group), ids, tp_group=group)
-    assert any("last bits" in str(warning.message) for warning in caught)
-
-
 # -- collectives
 
 

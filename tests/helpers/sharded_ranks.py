@@ -40,7 +40,6 @@ def main(rank: int, folder: Path, names: list[str]) -> None:
         ranks, run = CASES[name]
         if rank < ranks:
             start = time.perf_counter()
-            os.environ["PYTEST_CURRENT_TEST"] = f"tests/distributed/test_sharded.py::test_case[{name}] (call)"
             try:
                 run(context)
             except Exception:

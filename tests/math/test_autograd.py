@@ -195,10 +195,3 @@ def test_an_objective_made_inside_a_compiled_function_is_read() -> None:
 
     log_probs = -torch.rand(2, 5)
     assert torch.equal(torch.compile(loss, fullgraph=True, backend="aot_eager")(log_probs, 2e-3), loss(log_probs, 2e-3))
-
-
-def test_the_text_of_an_objective_restores_its_fields() -> None:
-    objective = gspo_kernels.Objective(
-        ratio="token", surrogate="cispo", clip_high=float("inf"), kl_coef=1 / 3, kl_aggregation="token-mean"
-    )
-    assert gspo_kernels.Objective.from_text(objective.text) == objective

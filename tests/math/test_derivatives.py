@@ -104,16 +104,6 @@ def test_a_second_backward_raises_an_error_that_says_what_to_use(how: str, name:
     assert text.startswith(f"{name}: the gradient is not differentiable") and REPLACEMENTS[name] in text
 
 
-@each_function
-def test_a_second_backward_by_the_upstream_gradient_raises(name: str) -> None:
-    function, x = of_first(name, "torch")
-    leaf = x.clone().requires_grad_()
-    scale = torch.tensor(2.0, dtype=x.dtype, requires_grad=True)
-    (grad,) = torch.autograd.grad(function(leaf) * scale, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{name}: the gradient is not differentiable"):
-        torch.autograd.grad(grad.sum(), scale)
-
-
 def test_a_second_backward_of_an_adapter_raises(backend: str) -> None:
     peft = pytest.importorskip("peft")
     model = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False, dtype=torch.float64)})

@@ -349,10 +349,7 @@ def compare(
     ] = "dense",
     task: Annotated[
         str | None,
-        typer.Option(
-            help="sorting, long-sorting, format, calculator or arithmetic. (default: sorting; with --study long "
-            "long-sorting)"
-        ),
+        typer.Option(help="sorting, long-sorting or format. (default: sorting; with --study long long-sorting)"),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective and setting.")] = "0,1,2,3,4",
     steps: Annotated[

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from gspo_kernels import advantages as library
 from gspo_kernels.advantages import RunningMoments
 
 from ..tasks import RewardBatch
-from .config import InputError, TrainConfig
+from .config import TrainConfig
 from .update import Batch, take
 
 KL: dict[str, Callable[[Tensor], Tensor]] = {  # estimators, of old minus reference log-prob
@@ -28,17 +27,12 @@ KL: dict[str, Callable[[Tensor], Tensor]] = {  # estimators, of old minus refere
 def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, running: RunningMoments) -> Tensor:
     """Apply the functions that `config.advantages` names, in order.
 
-    If the task rewards turns and the ratio is not "sequence", the advantage of a turn comes from the rewards of this
-    turn and all later ones. `config.advantages` must then be `group_advantages` alone.
-
     Args:
         running: the moments of all rewards so far, for normalize_rewards with by="running".
 
     Returns:
         [B] or [B, T]. Answers to which no reward applies get 0, and are left out of means and standard deviations.
     """
-    if rewards.turns is not None and config.objective.ratio != "sequence":
-        return advantages_of_turns(config, batch, rewards.total, rewards.turns)
     device = batch.old_log_probs.device
     total = torch.tensor(rewards.total, device=device)  # [B]
     rows = torch.tensor(rewards.scored, device=device).nonzero()[:, 0]  # of the answers to which a reward applies
@@ -86,21 +80,3 @@ def check_steps(config: TrainConfig) -> None:
     batch: Any = SimpleNamespace(rollout=rollout, old_log_probs=zeros, ref_log_probs=zeros)
     rewards = torch.arange(float(config.group_size))
     advantages_of_scored(config, batch, rewards, torch.arange(config.group_size), RunningMoments())
-
-
-def advantages_of_turns(config: TrainConfig, batch: Batch, total: list[float], turns: list[list[float]]) -> Tensor:
-    """Compute advantages per token, [B, T]. All turns of the answers to a prompt form one group."""
-    if [step.call for step in config.advantages] != ["group_advantages"]:
-        raise InputError("advantages: expected group_advantages alone for a task that rewards turns")
-    device = batch.old_log_probs.device
-    counts = [len(row) for row in turns]
-    # Add the later turns instead of subtracting the earlier ones, so that a large penalty of one turn costs no digits.
-    returns = [
-        reward - sum(row) + sum(row[k:]) for reward, row in zip(total, turns, strict=True) for k in range(len(row))
-    ]
-    prompts = [answer // config.group_size for answer, count in enumerate(counts) for _ in range(count)]
-    options = {key: x for key, x in config.advantages[0].options.items() if key != "group_size"}
-    groups = torch.tensor(prompts, device=device)
-    flat = library.group_advantages(torch.tensor(returns, device=device), group_ids=groups, **options)
-    per_turn = pad_sequence(list(flat.split(counts)), batch_first=True)  # [B, K]
-    return library.turn_advantages(per_turn, batch.rollout.turn_of_token)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,71 +195,18 @@ def import_source(source: str) -> Any:
         sys.path.pop(0)
 
 
-def code_of(functions: Iterable[Callable[..., Any] | None]) -> dict[str, str]:
-    """Compute digests of the files that define functions, and of the files in their folders that these import.
+def code_of(function: Callable[..., Any]) -> str:
+    """The digest of the file that defines a function, or "" if there is no source.
 
     Scripts, notebooks and files of this package may change for other reasons. For a function in one of them, the digest
     is that of the function's own lines.
-
-    Args:
-        functions: None is left out.
-
-    Returns:
-        Digests by "file NAME" or "function NAME"; "" if there is no source.
     """
-    texts: dict[str, set[str]] = {}
-    for function in filter(None, functions):
-        while isinstance(function, partial):
-            function = function.func
-        function = inspect.unwrap(function)
-        if not inspect.isroutine(function):
-            function = type(function).__call__
-        name = f"function {function.__qualname__}"
-        module = getattr(function, "__module__", None) or ""
-        try:
-            if module in ("__main__", "__mp_main__") or module.startswith("gspo_kernels."):
-                texts.setdefault(name, set()).add(inspect.getsource(function))
-                continue
-            file = Path(inspect.getsourcefile(function) or "")
-            for path in sorted(with_imports(file)):  # in an order that all runs report
-                text = path.read_text(encoding="utf-8", errors="replace")
-                texts.setdefault(f"file {path.name}", set()).add(text)
-        except (OSError, TypeError, ImportError, SyntaxError):  # no source, or it has changed since the import
-            texts.setdefault(name, set())
-    return {name: digest_of(sorted(of_name)) if of_name else "" for name, of_name in texts.items()}
-
-
-def with_imports(file: Path) -> set[Path]:
-    """Find a Python file and, unless it is in an installed package, the files in its folder that it imports.
-
-    Imports count also if they are indirect or inside functions.
-    """
-    file = file.absolute()
-    found, unread = {file}, [file]
-    if "site-packages" in file.parts:
-        return found
-    folder = file.parent
-    while (package := folder / "__init__.py").is_file():  # a package is imported from the folder above it
-        found.add(package)
-        unread.append(package)
-        folder = folder.parent
-    while unread:
-        for base, names in imports_of(unread.pop(), folder):
-            # Each part of a.b.c may be a module or a package, which need not have an __init__.py.
-            places = [base.joinpath(*names[: count + 1]) for count in range(len(names))]
-            files = {x for place in places for x in (place.with_suffix(".py"), place / "__init__.py") if x.is_file()}
-            unread += files - found
-            found |= files
-    return found
-
-
-def imports_of(path: Path, folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the names a.b.c that a file imports, split at the dots, each with the folder that has a."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from ((folder, names) for x in node.names if (names := x.name.split("."))[0] != "gspo_kernels")
-        elif isinstance(node, ast.ImportFrom):
-            base = path.parents[node.level - 1] if node.level else folder
-            module = node.module.split(".") if node.module else []
-            if module[:1] != ["gspo_kernels"]:
-                yield from ((base, [*module, alias.name]) for alias in node.names)
+    function = inspect.unwrap(getattr(function, "func", function))  # a partial has the function in `func`
+    source: Any = function if inspect.isroutine(function) else type(function).__call__
+    module = source.__module__ or ""
+    try:
+        if module == "__main__" or module.startswith("gspo_kernels."):
+            return digest_of(inspect.getsource(source))
+        return digest_of(Path(inspect.getsourcefile(source) or "").read_text(encoding="utf-8", errors="replace"))
+    except (OSError, TypeError):
+        return ""

@@ -21,7 +21,7 @@ from .data import Reward, components_of, load_reward, read_examples
 from .held_out import Estimate, check_failures, collect, columns, estimate, lines_of, pass_at_k, rewards_by_prompt
 from .loading import ADAPTER, load_policy, pick_device, set_seed
 from .policy import Policy
-from .report import HELD_OUT, model_of_run, read_rows
+from .report import HELD_OUT, model_of_run
 from .resuming import read_run
 from .sampling import fitting
 
@@ -105,20 +105,16 @@ class EvalReport:
             partial.write_text("".join(f"{json.dumps(x, default=str)}\n" for x in self.answers), encoding="utf-8")
 
 
-def read_evaluation(
-    source: str, texts: Sequence[str] = (), reward: Reward | None = None, task: Task | None = None
-) -> Evaluation:
+def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | None = None) -> Evaluation:
     """Prepare the evaluation of a run's model, with the run's prompts and rewards, or of another model.
 
     Args:
         source: the folder of a run, or a folder or hub id of a model or adapter.
         texts: options as key=value.
         reward: instead of the option `reward`.
-        task: instead of the option `task`. Its held-out prompts are used unless there are a run's, or `data`.
 
     Raises:
-        InputError: an option, the run, the prompts or a reward cannot be used, or a run of dialogues would be evaluated
-            in single turns.
+        InputError: an option, the run, the prompts or a reward cannot be used.
     """
     given = key_values(texts)
     types = {f.name: str(f.type) for f in fields(EvalOptions)} | {name: TYPES[name] for name in SHARED}
@@ -128,107 +124,55 @@ def read_evaluation(
             raise InputError(f"{name}: there is no such option of gspo eval{nearest(name, types)}; {known}")
     own = {name: convert(name, types[name], x) for name, x in given.items() if name not in SHARED and x is not None}
     options = EvalOptions(**own)
-    shared = {name: x for name, x in given.items() if name in SHARED}
-    components = components_of(reward) if reward is not None else ()
+    shared = {"model": source} | {name: x for name, x in given.items() if name in SHARED}
     folder = Path(source)
+    prompts = None
+    from_python = []
     if (folder / "metrics.jsonl").is_file():
-        return evaluation_of_run(folder, shared, options, components, task)
-    config = train_config(**shared, model=source)
-    components = components or tuple(map(load_reward, config.reward))
-    if config.data is not None:
-        task, prompts = task_of_file("data", config.data, config, components, "eval_prompts" in given, task)
-    elif task is not None:
-        task, prompts = with_rewards(task, components), "the task's"
-    elif config.task:
-        task = task_by_name(config.task, config.eval_prompts, components)
-        prompts = f"{config.task}: {task.split}"
+        then, record = read_run(folder)
+        options = replace(options, seed=then["seeds"][0] if options.seed is None else options.seed)
+        shared = options_of_run(folder, then, record, options, shared)
+        prompts = None if "task" in given else folder / HELD_OUT
+        from_python = record["from_python"]
+    config = train_config(**shared)
+    components = tuple(map(load_reward, config.reward)) if reward is None else components_of(reward)
+    if from_python and not components:
+        raise InputError(
+            f"reward: expected reward=file.py:function, because {folder} was started with "
+            f"{' and '.join(f'{x}=' for x in from_python)} from Python, got none"
+        )
+    task = task_by_name(config.task, config.eval_prompts, components) if config.task else None
+    rewards = task.rewards if task else Rewards(components or (RewardComponent("answer_found", 1.0, answer_found),))
+    if path := config.data or prompts:
+        examples = read_examples("data", path, needs_answer=not components and task is None)
+        if not examples:
+            raise InputError(f"data {path}: expected at least 1 prompt, got 0")
+        examples = examples[: config.eval_prompts] if "eval_prompts" in given else examples
+        chosen = str(path)
+    elif task:
+        examples, chosen = task.held_out, f"{config.task}: {task.split}"
+    elif not folder.is_dir():
+        raise InputError(f"{source}: there is no such folder; a model of the hub needs data=FILE or task=NAME too")
     else:
-        if not folder.is_dir():
-            raise InputError(f"{source}: there is no such folder; a model of the hub needs data=FILE or task=NAME too")
         raise InputError(f"data: expected data=FILE or task=NAME with the prompts to evaluate {source} on, got neither")
-    return checked(Evaluation(config, options, task, prompts))
+    rewards.check(examples)
+    rewards = replace(rewards, timeout=config.reward_timeout)
+    return Evaluation(config, options, Task("evaluation", (), examples, rewards), chosen)
 
 
-def evaluation_of_run(
-    folder: Path,
-    given: dict[str, Any],
-    options: EvalOptions,
-    components: tuple[RewardComponent, ...],
-    task: Task | None,
-) -> Evaluation:
-    """Prepare the evaluation of a run's model. Without `data`, the prompts are the run's held-out prompts."""
-    then, record = read_run(folder)
-    options = replace(options, seed=then["seeds"][0] if options.seed is None else options.seed)
+def options_of_run(
+    folder: Path, then: dict[str, Any], record: dict[str, Any], options: EvalOptions, given: dict[str, Any]
+) -> dict[str, Any]:
+    """The options with which a run's model is evaluated: those of the run, then those given."""
     model = model_of_run(folder, then["seeds"], options.seed)
     shared = {name: then[name] for name in SHARED if name not in ("data", "eval_prompts")}
     if (model / ADAPTER).is_file():
         shared["lora_rank"] = then["lora_rank"]
     elif then["lora_rank"]:
         shared["precision"] = "fp32"  # merged with a base that was only in memory: 16 bits would lose the change
-    from_python = record["from_python"]
-    has_task = task is None and not then["data"] and "task" not in from_python and "data" not in given
+    has_task = not then["data"] and "task" not in record["from_python"] and "data" not in given
     shared["task"] = (then["task"] or "sorting") if has_task else ""
-    config = train_config(**{**shared, **given, "model": model})
-    lacking = [x for x in from_python if x == "reward" or task is None]
-    if lacking and not components and "reward" not in given:
-        raise InputError(
-            f"reward: expected reward=file.py:function, because {folder} was started with "
-            f"{' and '.join(f'{x}=' for x in from_python)} from Python, got none"
-        )
-    components = components or tuple(map(load_reward, config.reward))
-    path = config.data or folder / HELD_OUT
-    if "task" in given:
-        task = task_by_name(config.task, config.eval_prompts, components)
-        prompts = f"{config.task}: {task.split}"
-    else:
-        task, prompts = task_of_file("data", path, config, components, "eval_prompts" in given, task)
-    first = read_rows(folder / "metrics.jsonl")[0]
-    if task.reply is None and first["eval_defined_by"]["max_turns"] > 1:
-        raise InputError(
-            f"task: expected read_evaluation(..., task=...) from Python, because {folder} was trained on dialogues, "
-            f"got no task with replies. To evaluate single turns, name the model: {model}"
-        )
-    return checked(Evaluation(config, options, task, prompts))
-
-
-def with_rewards(task: Task, components: tuple[RewardComponent, ...]) -> Task:
-    """Replace the rewards of a task by `components`, if there are any."""
-    return replace(task, rewards=replace(task.rewards, components=components)) if components else task
-
-
-def task_of_file(
-    option: str,
-    path: Path,
-    config: TrainConfig,
-    components: tuple[RewardComponent, ...],
-    is_limited: bool,
-    task: Task | None = None,
-) -> tuple[Task, str]:
-    """Make a task that evaluates on the prompts of a file. Also return a description of them.
-
-    Args:
-        is_limited: take only the first `config.eval_prompts` prompts.
-        task: its rewards and replies are used, instead of those of the option `task`.
-    """
-    named = task and with_rewards(task, components)
-    if named is None and config.task:
-        named = task_by_name(config.task, config.eval_prompts, components)
-    examples = read_examples(option, path, needs_answer=not components and named is None)
-    if not examples:
-        raise InputError(f"{option} {path}: expected at least 1 prompt, got 0")
-    examples = examples[: config.eval_prompts] if is_limited else examples
-    if named is not None:
-        return replace(named, train=(), held_out=examples), str(path)
-    default = (RewardComponent("answer_found", 1.0, answer_found),)
-    return Task(path.stem, (), examples, Rewards(components or default)), str(path)
-
-
-def checked(evaluation: Evaluation) -> Evaluation:
-    """Check that the prompts have the columns that the rewards ask for. Set the time limit of rewards."""
-    task = evaluation.task
-    task.rewards.check(task.held_out)
-    rewards = replace(task.rewards, timeout=evaluation.config.reward_timeout)
-    return replace(evaluation, task=replace(task, train=(), rewards=rewards))
+    return {**shared, **given, "model": model}
 
 
 def evaluate(

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .checkpoints import check_form, replacing
 from .config import InputError, TrainConfig
@@ -37,8 +36,8 @@ def export(
 ) -> Path:
     """Write the model of a run to the folder `out`: weights, tokenizer, generation config and README.md, a model card.
 
-    A LoRA adapter is merged in fp32 into its base, which is loaded in the dtype of the training. Any other model is
-    copied. The folder `out` appears only when it is complete.
+    A LoRA adapter is merged in fp32 into its base, which is loaded in the dtype of the training. The folder `out`
+    appears only when it is complete.
 
     Args:
         run: the folder of the run.
@@ -55,15 +54,12 @@ def export(
         WriteError: the system refuses to write.
     """
     run, out = Path(run), Path(out).expanduser()
-    if not run.is_dir():
-        raise InputError(f"RUN: expected the folder of a run, but there is no folder {run}")
     if not (run / "metrics.jsonl").is_file():
         raise InputError(f"RUN: expected the folder of a run, with a metrics.jsonl, got {run}")
     options, record = read_run(run)
     model = model_of_run(run, options["seeds"], seed)
-    check_free(out)
-    if run.resolve() in out.resolve().parents and model.name in out.resolve().parts:
-        raise InputError(f"OUT: expected a folder outside {model}, got {out}")
+    if (out.exists() or out.is_symlink()) and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"OUT: expected a folder that does not exist or is empty, got {out}")
     is_adapter = (model / ADAPTER).is_file()
     if base is not None and not is_adapter:
         raise InputError(f"--base: expected none, because {model} is not an adapter, got {base}")
@@ -77,84 +73,53 @@ def export(
         raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is not one: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)
     trained_in = weight_dtype(TrainConfig(precision=options["precision"], parallel=options["parallel"]))
-    merge_loss = 0.0
+    lost = ""
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as partial:
-        if adapter or (dtype is None and not is_adapter):
-            shutil.copytree(model, partial, ignore=shutil.ignore_patterns(MODEL_STATE))
-        else:
-            target = getattr(torch, dtype or "float32")
-            if is_adapter:
-                adapted = load_adapter(str(model), tokenizer, {"dtype": trained_in}, base)
-                written, merge_loss = merged(adapted, target)
-            else:
-                written = AutoModelForCausalLM.from_pretrained(model, dtype=target)
-            written.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
         if adapter:
+            shutil.copytree(model, partial, ignore=shutil.ignore_patterns(MODEL_STATE))
             settings = json.loads((partial / ADAPTER).read_text(encoding="utf-8"))
             settings |= {"base_model_name_or_path": located(base)[0]} if base else {}
             (partial / ADAPTER).write_text(json.dumps(settings, indent=2), encoding="utf-8")
             usage = usage_of_adapter(out.name, settings, trained_in)
         else:
-            save_generation_config(partial, tokenizer)
-            usage = usage_of_model(out.name, dtype_of(partial), is_adapter, merge_loss)
-        usage += usage_of_template(options["chat_template_kwargs"])
-        library = "peft" if adapter else "transformers"
-        card(run, options, record, model, usage, library).save(partial / "README.md")
+            if is_adapter:
+                target = getattr(torch, dtype or "float32")
+                written, loss = merged(load_adapter(str(model), tokenizer, {"dtype": trained_in}, base), target)
+                lost = rounded_away(loss, dtype) if loss > MERGE_LOSS else ""
+            else:
+                written = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto")
+            set_ends(written.generation_config, tokenizer)
+            written.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            usage = usage_of_model(out.name, str(written.dtype).removeprefix("torch."), is_adapter, lost)
+        card(run, options, record, model, usage, "peft" if adapter else "transformers").save(partial / "README.md")
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
-    kind = "adapter" if adapter else "model"
-    say(f"{kind}: {out}, {size:.3g} GB in {dtype_of(out)}; its model card: {out / 'README.md'}")
-    if merge_loss > MERGE_LOSS:
-        say(f"--dtype {dtype}: {rounded_away(merge_loss, dtype)}; --dtype float32 or --adapter keeps the change")
+    say(f"{'adapter' if adapter else 'model'}: {out}, {size:.3g} GB; its model card: {out / 'README.md'}")
+    if lost:
+        say(f"--dtype {dtype}: {lost}; --dtype float32 or --adapter keeps the change")
     return out
 
 
-def dtype_of(folder: Path) -> str:
-    """The dtype of the first weight in a folder, such as float32."""
-    with safe_open(min(folder.glob("*.safetensors")), "pt") as file:
-        return str(file.get_tensor(next(iter(file.keys()))).dtype).removeprefix("torch.")
-
-
-def check_free(out: Path) -> None:
-    """Raise an InputError unless a folder can be written to `out` without replacing a file."""
-    if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
-        pass
-    elif out.exists() or out.is_symlink():
-        raise InputError(f"OUT: expected a folder that does not exist or is empty, got {out}")
-    for suffix in ("partial", "replaced"):  # of `replacing`
-        if (left := out.with_name(f"{out.name}.{suffix}")).exists():
-            raise InputError(f"OUT: expected no {left}, which an interrupted export may have left: remove it")
-
-
-def save_generation_config(folder: Path, tokenizer: Any) -> None:
+def set_ends(config: GenerationConfig, tokenizer: Any) -> None:
     """Make the generation config end answers where they ended in training: also at the tokenizer's end of sequence."""
-    if (folder / "generation_config.json").is_file():
-        config = GenerationConfig.from_pretrained(folder)
-    else:
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = sorted({tokenizer.eos_token_id, *ends} - {None})
     config.eos_token_id = ends[0] if len(ends) == 1 else ends
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
-    config.save_pretrained(folder)
 
 
-def usage_of_model(name: str, dtype: str, is_merged: bool, merge_loss: float) -> str:
+def usage_of_model(name: str, dtype: str, is_merged: bool, lost: str) -> str:
     """How to load an exported model.
 
     Args:
         is_merged: the model is an adapter, merged into its base.
-        merge_loss: share of the adapter's change that rounding has lost (`merged`).
+        lost: what rounding the merged weights has lost, or "".
     """
-    origin = "This is the trained model"
-    if is_merged:
-        origin = "The trained LoRA adapter is merged into its base in fp32"
-    if merge_loss > MERGE_LOSS:
-        origin += (
-            f". {rounded_away(merge_loss, dtype).capitalize()}, so answers may differ from those of the result below"
-        )
+    origin = "The trained LoRA adapter is merged into its base in fp32" if is_merged else "This is the trained model"
+    if lost:
+        origin += f". {lost.capitalize()}, so answers may differ from those of the result below"
     flag = " --dtype float32" if dtype == "float32" else ""  # vLLM's default would round to 16 bits
     return f"""{origin}. The weights are {dtype}.
 
@@ -168,29 +133,16 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 With vLLM: `vllm serve {name}{flag}`."""
 
 
-def name_of_base(base: str) -> str:
-    """Shorten a folder to its name, and the model of a run to run/model. A hub id is returned unchanged."""
-    path = Path(base)
-    if not path.is_absolute():
-        return base
-    return f"{path.parent.name}/{path.name}" if path.name.startswith("model-seed") else path.name
-
-
 def usage_of_adapter(name: str, settings: dict[str, Any], dtype: torch.dtype) -> str:
     """How to load an exported adapter on its base, which `settings` names.
 
     Args:
         dtype: of the base's weights in training.
     """
-    place = settings["base_model_name_or_path"]
-    base = name_of_base(place)
-    written = ""
-    if Path(place).is_absolute() and "/" in base:
-        run = base.partition("/")[0]
-        written = f". The base is the model of the run `{run}`, which `gspo export` writes to a folder of its own"
+    base = name_of_base(settings["base_model_name_or_path"])
     number = str(dtype).removeprefix("torch.")
     lora = f"--enable-lora --max-lora-rank {settings['r']} --lora-modules {name}={name}"
-    return f"""This is the trained LoRA adapter, without its base `{base}`, which `{ADAPTER}` names{written}.
+    return f"""This is the trained LoRA adapter, without its base `{base}`, which `{ADAPTER}` names.
 Load the base in {number}, as in training: in another dtype, log-probs differ.
 
 ```python
@@ -205,16 +157,12 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 With vLLM: `vllm serve {base} --dtype {number} {lora}`."""
 
 
-def usage_of_template(variables: dict[str, Any]) -> str:
-    """How to pass the variables with which the chat template rendered the prompts."""
-    if not variables:
-        return ""
-    keywords = ", ".join(f"{name}={value!r}" for name, value in variables.items())
-    return f"""
-
-In training, the chat template had the variables `{keywords}`. With transformers, call
-`tokenizer.apply_chat_template(messages, add_generation_prompt=True, {keywords})`. A request to vLLM takes
-`"chat_template_kwargs": {json.dumps(variables)}`."""
+def name_of_base(base: str) -> str:
+    """Shorten a folder to its name, and the model of a run to run/model. A hub id is returned unchanged."""
+    path = Path(base)
+    if not path.is_absolute():
+        return base
+    return f"{path.parent.name}/{path.name}" if path.name.startswith("model-seed") else path.name
 
 
 def card(

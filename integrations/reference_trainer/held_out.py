@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -14,8 +13,9 @@ from ..tasks import Example, RewardBatch, Task
 from ..tasks.base import digest_of
 from .chat import encode
 from .config import TrainConfig
+from .data import code_of
 from .policy import Policy
-from .sampling import Dialogue, converse, end_tokens
+from .sampling import Answer, answers_to, end_tokens
 from .update import TrainingError, autocast
 
 RESAMPLES = 2000
@@ -84,37 +84,26 @@ def rewards_by_prompt(rewards: RewardBatch) -> Row:
     return {"total": total, "components": rewards.components}
 
 
-def defined_by(config: TrainConfig, policy: Policy, task: Task, code: dict[str, str]) -> Row:
-    """Collect everything that defines the rewards of an evaluation, except the policy's weights. Strings are digests.
+def defined_by(config: TrainConfig, policy: Policy, task: Task) -> Row:
+    """What defines the rewards of an evaluation, except the policy's weights, by a name for messages.
 
-    `code` has the digests of the task's functions (`code_of`). The token ids of the prompts also cover tokenizer and
-    `max_prompt_tokens`. Sampling options are left out, because evaluations are greedy.
+    The token ids of the prompts also cover tokenizer, chat template and `max_prompt_tokens`. Sampling options are left
+    out, because evaluations are greedy.
     """
     rewards = task.rewards
-    prompts = encode(policy, [example.prompt for example in task.held_out])
     return {
-        **code,
+        **{f"code of the reward {x.name}": code_of(x.function) for x in rewards.components},
         "weights of rewards": {x.name: x.weight for x in rewards.components},
         "reward_timeout": rewards.timeout,
         "max_new_tokens": config.max_new_tokens,
-        "max_turns": task.max_turns,
         "tokens that end an answer": sorted(end_tokens(policy)),
-        "chat template of the model": digest_of(policy.tokenizer.chat_template),
-        "encoding of the held-out prompts": digest_of(prompts),
+        "encoding of the held-out prompts": digest_of(encode(policy, [example.prompt for example in task.held_out])),
     }
 
 
 def changes_between(then: Row, now: Row) -> str:
-    """Describe the differences between two results of `defined_by`; "" if there are none."""
-    changes = []
-    for name in dict.fromkeys([*then, *now]):
-        before, after = then.get(name), now.get(name)
-        if before != after and isinstance(before or after, str):
-            changed = "has changed" if before and after else "is new" if after else "is not used any more"
-            changes.append(f"the {name} {changed}")
-        elif before != after:
-            changes.append(f"{name}: {json.dumps(before)} -> {json.dumps(after)}")
-    return "; ".join(changes)
+    """The names of what differs between two results of `defined_by`; "" if nothing does."""
+    return ", ".join(name for name in {**then, **now} if then.get(name) != now.get(name))
 
 
 def held_out_metrics(now: Row, start: Row | None) -> Row:
@@ -201,7 +190,7 @@ def sentence(results: Sequence[HeldOut]) -> str:
     """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
     total, *components = results
     if total.change is None or total.start is None or total.end is None:
-        changed = f"since the first evaluation, {total.reason}"
+        changed = f"changed since the first evaluation: {total.reason}"
         return f"{total.verdict}: {changed if total.reason else 'no held-out prompt has a reward'}"
     mean, low, high = (f"{x:+.3f}" for x in total.change[:3])
     prompts = total.change.prompts
@@ -219,18 +208,14 @@ def sentence(results: Sequence[HeldOut]) -> str:
 
 def collect(
     config: TrainConfig, policy: Policy, task: Task, examples: Sequence[Example], **options: Any
-) -> tuple[list[Dialogue], RewardBatch]:
-    """Sample answers and compute their rewards. Takes the options of `converse`.
-
-    Rewards get what the policy wrote: its turns, joined by newlines, without the environment's replies.
-    """
+) -> tuple[list[Answer], RewardBatch]:
+    """Sample answers and compute their rewards. Takes the options of `answers_to`."""
     with autocast(config, policy):
-        answers = converse(policy, examples, task=task, **options)
-    turns = [answer.turns for answer in answers]
-    return answers, task.rewards(["\n".join(said) for said in turns], [answer.example for answer in answers], turns)
+        answers = answers_to(policy, examples, **options)
+    return answers, task.rewards([answer.text for answer in answers], [answer.example for answer in answers])
 
 
-def lines_of(answers: Sequence[Dialogue], rewards: RewardBatch) -> Iterator[Row]:
+def lines_of(answers: Sequence[Answer], rewards: RewardBatch) -> Iterator[Row]:
     """Answers with their rewards, for a jsonl file. A reward of None: no component applies."""
     for i, answer in enumerate(answers):
         example = answer.example

@@ -19,7 +19,6 @@ from gspo_kernels.validation import Checks, TensorChecks
 
 from ..backwards import BackwardSettings
 from ..tasks import Task
-from ..tasks.rewards import TURNS
 from .config import InputError, TrainConfig
 from .data import Reward
 from .loading import located, pick_device, weight_dtype
@@ -101,7 +100,7 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
     task, left_out = fitting(config, model, task)
     if left_out:
         notes.append(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
-    rewards = [x.name for x in task.rewards.components] + [TURNS] * (task.rewards.turn_reward is not None)
+    rewards = ", ".join(x.name for x in task.rewards.components)
     size = config.mini_batch_size
     updates = config.updates_per_rollout * config.epochs
     device = pick_device(config.device)
@@ -113,8 +112,7 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
             *(f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items()),
             "",
             *(f"# {note}" for note in notes),
-            f"# {len(task.train):,} prompts for training, {len(task.held_out):,} for evaluation; rewards: "
-            f"{', '.join(rewards)}",
+            f"# {len(task.train):,} prompts for training, {len(task.held_out):,} for evaluation; rewards: {rewards}",
             f"# held out: {record['held_out']}",
             f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, "
             f"{config.total_updates} per seed",

@@ -68,13 +68,8 @@ class TrainingProgress(Progress):
         """Print a line immediately. If there is a bar, print above it."""
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def begin(self, seed: int, row: Row, step: int = 0, remark: str = "") -> None:
-        """Show that a seed begins, or continues after `step`.
-
-        Args:
-            row: the metrics of the latest evaluation.
-            remark: printed after them.
-        """
+    def begin(self, seed: int, row: Row, step: int = 0) -> None:
+        """Show that a seed begins, or continues after `step`. `row` has the metrics of the latest evaluation."""
         self._seed = seed
         self._held_out = row["eval_reward"]
         self._rows: list[Row] = []  # since the last evaluation
@@ -84,7 +79,7 @@ class TrainingProgress(Progress):
         self._still = 0  # the number of the latest consecutive steps for which `is_still` is true
         self._hinted = False
         self._bar = self.add_task("", total=self._config.steps, completed=step, seed=seed, numbers="")
-        self._show_evaluation(row, remark)
+        self._show_evaluation(row)
 
     def show(self, row: Row) -> None:
         """Show that a step is done. `row` has the metrics of the step."""
@@ -117,12 +112,12 @@ class TrainingProgress(Progress):
                 style="bold",
             )
 
-    def _show_evaluation(self, row: Row, remark: str = "") -> None:
+    def _show_evaluation(self, row: Row) -> None:
         """Without a bar, print a line. Training numbers are means over the steps since the last evaluation."""
         place = f"seed {self._seed}  step {row['step']} of {self._config.steps}"
         means = [text.format(fmean(r[name] for r in self._rows)) for name, text in SHOWN.items() if self._rows]
         if self._lines:
             estimates = {suffix: read_estimate(row, "eval_reward", suffix) for suffix in suffixes(row)}
             held_out = [f"{suffix[1:] or 'held-out reward'} {x}" for suffix, x in estimates.items() if x is not None]
-            self.say("  ".join([place, *held_out, *means]) + remark)
+            self.say("  ".join([place, *held_out, *means]))
         self._rows = []

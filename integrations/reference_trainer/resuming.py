@@ -18,7 +18,7 @@ from gspo_kernels import Objective
 from ..tasks import Task
 from .checkpoints import check_form, read_checkpoint
 from .config import InputError, TrainConfig
-from .data import Reward, code_of, task_of
+from .data import Reward, task_of
 from .loading import located
 
 RECORD = "started_with"  # the key of config.json that is not an option
@@ -74,7 +74,6 @@ def record_of(config: TrainConfig, task: Task, from_python: list[str]) -> dict[s
     """What config.json adds to the options: arguments from Python, weights of rewards, a hash of the prompts, ..."""
     rewards = {component.name: component.weight for component in task.rewards.components}
     record: dict[str, Any] = {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
-    record["code"] = code_of([*(x.function for x in task.rewards.components), task.rewards.turn_reward, task.reply])
     record["started_in"] = place_of(Path.cwd(), config.folder.resolve())
     model = None if config.model is None else located(config.model)[0]
     return record | {"held_out": task.split or "those of the task from Python", "model": model, "versions": versions()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,27 +18,22 @@ from gspo_kernels import KeptSets
 from gspo_kernels.kept_sets import kept_by_sampler
 
 from ..tasks import Example, Task
-from .chat import check_replies, encode, encode_reply
+from .chat import encode
 from .config import UNTRUNCATED, InputError, TrainConfig, Truncation
 from .policy import Policy, decoder_config
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled answers: prompts padded on the left, answers on the right.
-
-    The answer of a dialogue has all turns of the policy, with the environment's replies between them.
-    """
+    """Sampled answers: prompts padded on the left, answers on the right."""
 
     input_ids: Tensor  # [B, P + T] int64: prompt, then answer
     attention_mask: Tensor  # [B, P + T] int64, 0 at padding
     prompt_width: int  # P
     texts: list[str]  # B answers, without end-of-sequence tokens
-    answer_mask: Tensor  # [B, T] bool: tokens that the policy sampled, with end-of-sequence tokens
-    turn_of_token: Tensor  # [B, T] int64: the turn of a token, from 0; a reply belongs to the turn before it
+    answer_mask: Tensor  # [B, T] bool: tokens of the answer, with the end-of-sequence token
     truncated: Tensor  # [B] bool: the answer was cut at max_new_tokens
-    turns: list[list[str]]  # what the policy wrote in each turn of B answers
-    log_probs: Tensor  # [B, T] fp32, computed while sampling; 0 for greedy decoding and at tokens of replies or padding
+    log_probs: Tensor  # [B, T] fp32, computed while sampling; 0 for greedy decoding and at padding
     # With truncated sampling: the ids that each answer's tokens were sampled from, as a `KeptSets` of T tokens each.
     kept: list[KeptSets] | None = None
 
@@ -55,40 +50,22 @@ class Rollout:
         return self.input_ids[:, self.prompt_width :]
 
 
-@dataclass
-class Dialogue:
-    """One answer while it is sampled: the tokens of all turns and replies."""
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer."""
 
     example: Example
     prompt: list[int]
-    ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)  # for each token of `ids`: whether the policy sampled it
-    turn_of: list[int] = field(default_factory=list)  # for each token of `ids`: its turn
-    log_probs: list[float] = field(default_factory=list)  # for each token of `ids`; 0 in replies and greedy answers
-    kept: list[list[int]] = field(default_factory=list)  # for each token of `ids`: the ids kept; [] if not truncated
-    text: str = ""  # turns and replies
-    turns: list[str] = field(default_factory=list)
-    done: bool = False
-    truncated: bool = False
-
-    def add(
-        self, ids: Sequence[int], text: str, log_probs: Sequence[float] | None, kept: Sequence[list[int]] = ()
-    ) -> None:
-        """Append the tokens of a turn, which the policy sampled, or of a reply. A reply has no `log_probs`."""
-        sampled = log_probs is not None
-        if sampled:
-            self.turns.append(text)
-        self.text += text
-        self.ids += ids
-        self.kept += kept or [[] for _ in ids]
-        self.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
-        self.sampled += [sampled] * len(ids)
-        self.turn_of += [len(self.turns) - 1] * len(ids)
+    ids: list[int]  # with the end-of-sequence token, unless the answer is truncated
+    log_probs: list[float]  # of each token of `ids`; 0 for greedy decoding
+    kept: list[list[int]]  # for each token of `ids`, the ids it was sampled from; [] if all
+    text: str  # without the end-of-sequence token
+    truncated: bool  # cut at max_new_tokens
 
 
 def sample(policy: Policy, examples: Sequence[Example], **options: Any) -> Rollout:
-    """Sample answers as `converse` does, and pad them to a rollout."""
-    return padded(policy, converse(policy, examples, **options))
+    """Sample answers as `answers_to` does, and pad them to a rollout."""
+    return padded(policy, answers_to(policy, examples, **options))
 
 
 @contextmanager
@@ -105,7 +82,7 @@ def sampler_weights(policy: Policy, precision: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def converse(
+def answers_to(
     policy: Policy,
     examples: Sequence[Example],
     *,
@@ -113,100 +90,43 @@ def converse(
     max_new_tokens: int,
     temperature: float | None,
     truncation: Truncation = UNTRUNCATED,
-    task: Task | None = None,
     seeds: Sequence[Sequence[int]] | None = None,
     width: int = 0,
-) -> list[Dialogue]:
+) -> list[Answer]:
     """Sample `group_size` consecutive answers per example. A temperature of None means greedy decoding.
 
     `truncation` restricts the tokens to sample from. Log-probs are then over the kept ids.
-
-    `task` has the replies of a dialogue; without it, an answer has one turn. An answer ends after `task.max_turns`
-    turns, or when `task.reply` returns None. It has at most `max_new_tokens` tokens, replies included. An answer that
-    is cut at that limit has no end-of-sequence token. A reply that leaves no room for the next turn is dropped.
 
     `seeds` has a few integers >= 0 per example. They determine the random numbers of its answers, whatever else is
     sampled in the same call. None: draw them from torch's generator. Prompts are padded to at least `width` tokens,
     because the amount of padding changes how logits are rounded.
     """
-    prompts = encode(policy, [example.prompt for example in examples])
-    dialogues = [Dialogue(e, ids) for e, ids in zip(examples, prompts, strict=True) for _ in range(group_size)]
-    if seeds is None:
-        seeds = [[0]] * len(examples) if temperature is None else torch.randint(2**62, (len(examples), 1)).tolist()
-    # One number per token of an answer, [B, max_new_tokens].
-    numbers = np.concatenate([np.random.default_rng(seed).random((group_size, max_new_tokens)) for seed in seeds])
-    for turn in range(1 if task is None else task.max_turns):
-        active = [dialogue for dialogue in dialogues if not dialogue.done]
-        if not active:
-            break
-        rooms = [max_new_tokens - len(dialogue.ids) for dialogue in active]
-        ahead = [row[len(d.ids) :] for row, d in zip(numbers, dialogues, strict=True) if not d.done]
-        contexts = [d.prompt + d.ids for d in active]
-        answers, log_probs, kept = generate(policy, contexts, ahead, temperature, truncation, width)
-        cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
-        ends = [bool(ids) and ids[-1] in end_tokens(policy) for ids in cut]
-        # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that rewards do not see.
-        bodies = [ids[: len(ids) - ended] for ids, ended in zip(cut, ends, strict=True)]
-        texts = policy.tokenizer.batch_decode(bodies, skip_special_tokens=False)
-        for dialogue, ids, text, ended, row, sets in zip(active, cut, texts, ends, log_probs, kept, strict=True):
-            dialogue.add(ids, text, row[: len(ids)], sets[: len(ids)])
-            dialogue.truncated = not ended
-            dialogue.done = True
-            if ended and task is not None and task.reply is not None and turn + 1 < task.max_turns:
-                reply_to(policy, dialogue, task.reply(text, dialogue.example), max_new_tokens)
-    return dialogues
-
-
-def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_tokens: int) -> None:
-    """Append the environment's reply to a dialogue. None, or a reply that does not fit, ends the dialogue."""
-    if reply is None:
-        return
-    ids = encode_reply(policy, dialogue.example.prompt, reply, end=dialogue.ids[-1])
-    if len(dialogue.ids) + len(ids) >= max_new_tokens:
-        dialogue.truncated = True
-        return
-    dialogue.add(ids, reply, log_probs=None)
-    dialogue.done = False
-
-
-def generate(
-    policy: Policy,
-    prompts: Sequence[list[int]],
-    numbers: Sequence[np.ndarray],
-    temperature: float | None,
-    truncation: Truncation,
-    width: int,
-) -> tuple[list[list[int]], list[list[float]], list[list[list[int]]]]:
-    """Continue token ids up to and including the first end-of-sequence token, or for as many tokens as `numbers` has.
-
-    `numbers` has a row of uniform numbers in [0, 1) per prompt, which choose the tokens, unless temperature is None.
-
-    Returns:
-        For each prompt the new ids, for each new id its log-prob (0 if temperature is None), and for each new id the
-        ids that were kept (none if not truncated).
-    """
-    ids, mask = left_padded(policy, prompts, width)
-    room = max(map(len, numbers))
-    options: dict[str, Any] = {"do_sample": False}
+    groups = zip(examples, encode(policy, [example.prompt for example in examples]), strict=True)
+    asked = [(example, prompt) for example, prompt in groups for _ in range(group_size)]
+    ids, mask = left_padded(policy, [prompt for _, prompt in asked], width)
+    # All weights are gathered already, so processes may sample different numbers of tokens.
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens, "synced_gpus": False}
     chosen = None
     if temperature is not None:
-        uniform = pad_sequence([torch.from_numpy(row) for row in numbers], batch_first=True)  # [B, room]
-        chosen = ChosenTokens(uniform.to(ids.device), temperature, truncation)
+        if seeds is None:
+            seeds = torch.randint(2**62, (len(examples), 1)).tolist()
+        numbers = np.concatenate([np.random.default_rng(seed).random((group_size, max_new_tokens)) for seed in seeds])
+        chosen = ChosenTokens(torch.from_numpy(numbers).to(ids.device), temperature, truncation)
         options["logits_processor"] = LogitsProcessorList([chosen])
     if policy.has_routers:  # the routers' loss needs all positions, but a step with a cache sees only one
         options["output_router_logits"] = False
-    # All weights are gathered already, so processes may sample different numbers of tokens.
-    options |= {"max_new_tokens": room, "synced_gpus": False}
     out = policy.inner.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]  # [B, T]
-    is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))
-    lengths = ((is_end.cumsum(-1) - is_end.long()) == 0).sum(-1)  # [B], no end token before these positions
-    computed = chosen.log_probs if chosen else []
-    log_probs = torch.stack(computed, dim=1) if computed else torch.zeros(out.shape)  # [B, T]
-    rows = zip(out.tolist(), log_probs.tolist(), lengths.tolist(), strict=True)
-    cut = [(ids[:length], of_ids[:length]) for ids, of_ids, length in rows]
-    steps = chosen.kept if chosen else []
-    kept = [[step[row] for step in steps[:length]] for row, length in enumerate(lengths.tolist())]
-    return [ids for ids, _ in cut], [of_ids for _, of_ids in cut], kept
+    log_probs = torch.stack(chosen.log_probs, dim=1) if chosen else torch.zeros(out.shape)  # [B, T]
+    ends = end_tokens(policy)
+    answers = []
+    for row, (new, of_new) in enumerate(zip(out.tolist(), log_probs.tolist(), strict=True)):
+        end = next((place for place, token in enumerate(new) if token in ends), None)
+        length = len(new) if end is None else end + 1
+        kept = [step[row] for step in chosen.kept[:length]] if truncation.is_on and chosen else [[]] * length
+        # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that rewards do not see.
+        text = policy.tokenizer.decode(new[:end], skip_special_tokens=False)
+        answers.append(Answer(*asked[row], new[:length], of_new[:length], kept, text, end is None))
+    return answers
 
 
 class ChosenTokens(LogitsProcessor):
@@ -248,31 +168,27 @@ def choose(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def end_tokens(policy: Policy) -> set[int]:
-    """The ids of the tokens that end a turn."""
+    """The ids of the tokens that end an answer."""
     return set(policy.inner.generation_config.eos_token_id)
 
 
-def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
-    """Make a rollout of finished dialogues."""
+def padded(policy: Policy, answers: Sequence[Answer]) -> Rollout:
+    """Make a rollout of answers."""
     device = policy.device
-    pad = policy.tokenizer.pad_token_id
-    prompt_ids, prompt_mask = left_padded(policy, [dialogue.prompt for dialogue in dialogues])
-    answer_ids = right_padded([dialogue.ids for dialogue in dialogues], pad).to(device)
-    truncated = any(any(dialogue.kept) for dialogue in dialogues)
+    prompt_ids, prompt_mask = left_padded(policy, [answer.prompt for answer in answers])
+    answer_ids = right_padded([answer.ids for answer in answers], policy.tokenizer.pad_token_id).to(device)
+    answer_mask = right_padded([[1] * len(answer.ids) for answer in answers]).to(device)
     length = answer_ids.shape[1]
-    kept = [KeptSets.from_lists([dialogue.kept], length=length) for dialogue in dialogues] if truncated else None
-    attended = right_padded([[1] * len(dialogue.ids) for dialogue in dialogues]).to(device)
+    truncated = any(any(answer.kept) for answer in answers)
     return Rollout(
         torch.cat([prompt_ids, answer_ids], dim=1),
-        torch.cat([prompt_mask, attended], dim=1),
+        torch.cat([prompt_mask, answer_mask], dim=1),
         prompt_ids.shape[1],
-        [dialogue.text for dialogue in dialogues],
-        right_padded([dialogue.sampled for dialogue in dialogues]).to(device).bool(),
-        right_padded([dialogue.turn_of for dialogue in dialogues]).to(device),
-        torch.tensor([dialogue.truncated for dialogue in dialogues], device=device),
-        [dialogue.turns for dialogue in dialogues],
-        right_padded([dialogue.log_probs for dialogue in dialogues], dtype=torch.float32).to(device),
-        kept,
+        [answer.text for answer in answers],
+        answer_mask.bool(),
+        torch.tensor([answer.truncated for answer in answers], device=device),
+        right_padded([answer.log_probs for answer in answers], dtype=torch.float32).to(device),
+        [KeptSets.from_lists([answer.kept], length=length) for answer in answers] if truncated else None,
     )
 
 
@@ -297,7 +213,7 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
     Raises:
         InputError: no prompt is left to train or evaluate on; the longest prompt and an answer of `max_new_tokens`
             exceed the model's positions; a prompt has no tokens, or a token id beyond the model's embeddings; or the
-            chat template fails on a prompt, or cannot be used for the task's replies.
+            chat template fails on a prompt.
     """
     kept: list[list[Example]] = []
     longest = 0
@@ -309,8 +225,6 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
             continue
         prompts = encode(policy, [example.prompt for example in examples])
         check_tokens(config, policy, examples, prompts)
-        if task.reply is not None:
-            check_replies(policy, [example.prompt for example in examples])
         lengths = [len(ids) for ids in prompts]
         fits = [length <= (max_prompt_tokens or math.inf) for length in lengths]
         if not any(fits):

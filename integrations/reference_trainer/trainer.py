@@ -260,7 +260,7 @@ class Training(Learner):
 
     def begin(self) -> None:
         """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""
-        say = self.progress.say
+        say, config = self.progress.say, self.config
         weight = self.policy.router_loss_weight
         self.seed_generators(0)
         if weight:
@@ -271,13 +271,13 @@ class Training(Learner):
             lost = rounded_away(self.policy.merge_loss, str(self.policy.head.weight.dtype).removeprefix("torch."))
             say(f"model: {lost}; with precision=fp32 or autocast, weights keep it")
         say(self.skipping.description)
-        if self.config.updates_per_rollout * self.config.epochs == 1:
+        if config.updates_per_rollout * config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
-        row = {"step": 0, **self.evaluate(0)[0], "eval_defined_by": self.defined_by()}
+        row = {"step": 0, **self.evaluate(0)[0], "eval_defined_by": defined_by(config, self.policy, self.task)}
         self.start = row["eval_rewards"]
         with self.stop.postponed():
             self.finish_step(row)
-        if self.seed == self.config.seeds[0]:
+        if self.seed == config.seeds[0]:
             say(f"held out: {self.folder.record['held_out']}; written to {self.folder.path / HELD_OUT}")
         self.progress.begin(self.seed, row)
 
@@ -295,19 +295,12 @@ class Training(Learner):
         self.folder.open(saved["sizes"])  # removes lines written after the checkpoint, so do this after all checks
         self.step = saved["step"]
         self.rows = rows
-        last = [row for row in self.rows if "eval_reward" in row][-1]
-        is_old = last.get("eval_incomparable", "") != self.incomparable
         if self.incomparable:
-            effect = "held-out rewards are not compared with those of step 0"
-            if is_old and self.step == self.config.steps:
-                effect = "no step is left to train, so the held-out rewards are from before this change"
-            self.progress.say(f"resume: {effect}: {self.incomparable}")
+            say = "resume: held-out rewards from here on are not compared with those of step 0. Changed since then"
+            self.progress.say(f"{say}: {self.incomparable}")
         self.progress.say(f"seed {self.seed}: continues after step {self.step}")
-        self.progress.begin(self.seed, last, self.step, "  (before this change)" if is_old else "")
-
-    def defined_by(self) -> Row:
-        """What defines held-out rewards besides the weights."""
-        return defined_by(self.config, self.policy, self.task, self.folder.record["code"])
+        last = [row for row in self.rows if "eval_reward" in row][-1]
+        self.progress.begin(self.seed, last, self.step)
 
     def comparable(self, first: Row) -> Row | None:
         """Return the rewards of the evaluation before the first step, or None if what defines them has changed.
@@ -325,9 +318,9 @@ class Training(Learner):
                 f"max_prompt_tokens: expected a limit that leaves {len(start['total'])} held-out prompts, as when "
                 f"{self.folder.path} was started, got {self.config.max_prompt_tokens}, which leaves {prompts}"
             )
-        now = self.defined_by()
+        now = defined_by(self.config, self.policy, self.task)
         for name in [name for name, digest in now.items() if digest == ""]:
-            self.progress.say(f"resume: the source of the {name} cannot be read, so changes to it go unnoticed")
+            self.progress.say(f"resume: the {name} cannot be read, so changes to it go unnoticed")
         self.incomparable = changes_between(first["eval_defined_by"], now)
         return None if self.incomparable else start
 

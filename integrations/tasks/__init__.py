@@ -1,17 +1,15 @@
-"""Tasks: prompts, rewards that a program can compute and, for dialogues, the environment's replies.
+"""Tasks: prompts, and rewards that a program can compute.
 
-`task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, and
-"long-sorting", "calculator" and "arithmetic" for a model that can already sort, copy and add a little. The reference
-trainer trains on them, or on a `Task` of your own (docs/tasks.md). Needs only the standard library.
+`task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, and "long-sorting"
+for a model that can already sort a little. The reference trainer trains on them, or on a `Task` of your own
+(docs/tasks.md). Needs only the standard library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .arithmetic import arithmetic_task
 from .base import Task, batches
-from .calculator import calculator_task
 from .format import format_task
 from .rewards import Example, InputError, RewardBatch, RewardComponent, Rewards, answer_found, letters_in_place, nearest
 from .sorting import long_sorting_task, sorting_task
@@ -22,8 +20,6 @@ __all__ += ["batches", "letters_in_place", "nearest", "task_by_name"]
 TASKS = {
     "sorting": sorting_task,
     "long-sorting": long_sorting_task,
-    "arithmetic": arithmetic_task,
-    "calculator": calculator_task,
     "format": format_task,
 }
 

@@ -1,11 +1,11 @@
-"""`Task`: examples, rewards and, for dialogues, the environment. How examples are split and drawn in batches."""
+"""`Task`: examples and rewards. How examples are split and drawn in batches."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ SPLIT_SEED = 0  # fixed, so that runs with different seeds are evaluated on the 
 
 @dataclass(frozen=True)
 class Task:
-    """Training and held-out examples, rewards, and for dialogues the function that replies to a turn.
+    """Training and held-out examples, and rewards.
 
     Raises:
         ValueError: a prompt is both trained on and held out.
@@ -27,9 +27,7 @@ class Task:
     train: Sequence[Example]
     held_out: Sequence[Example]
     rewards: Rewards
-    reply: Callable[[str, Example], str | None] | None = None  # reply(turn, example); None ends the dialogue
-    max_turns: int = 1
-    characters: str = ""  # of prompts, answers and replies, for a tokenizer of single characters
+    characters: str = ""  # of prompts and answers, for a tokenizer of single characters
     split: str = ""  # how the held-out examples were chosen
 
     def __post_init__(self) -> None:

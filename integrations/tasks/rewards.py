@@ -7,9 +7,7 @@ import inspect
 import math
 import re
 import signal
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +16,6 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
 
-TURNS = "turns"  # the name under which rewards of turns are logged
-PATIENCE = 30.0  # seconds that the rewards of a batch may take before a line says so
 LARGEST = 3.4028234663852886e38  # of a reward: the largest finite float32
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
@@ -79,10 +75,9 @@ class Failure(NamedTuple):
 class RewardBatch(NamedTuple):
     """The rewards of B completions."""
 
-    total: list[float]  # B weighted sums of the components that apply, plus the rewards of the turns
+    total: list[float]  # B weighted sums of the components that apply
     components: dict[str, list[float | None]]  # B unweighted rewards by component; None: the component does not apply
     failures: list[Failure]
-    turns: list[list[float]] | None = None  # one reward per turn of each completion; None without a `turn_reward`
 
     @property
     def scored(self) -> list[bool]:
@@ -127,9 +122,8 @@ class RewardBatch(NamedTuple):
 def joined(parts: Sequence[RewardBatch]) -> RewardBatch:
     """Concatenate batches of rewards of the same components, at least one."""
     components = {name: [x for part in parts for x in part.components[name]] for name in parts[0].components}
-    turns = None if parts[0].turns is None else [row for part in parts for row in part.turns or []]
     total = [x for part in parts for x in part.total]
-    return RewardBatch(total, components, [x for part in parts for x in part.failures], turns)
+    return RewardBatch(total, components, [x for part in parts for x in part.failures])
 
 
 class Parameters(NamedTuple):
@@ -173,25 +167,11 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(component: RewardComponent) -> Parameters:
-    """Read the signature of a reward function.
-
-    Raises:
-        InputError: it has no parameter for the completion, or it is a coroutine.
-    """
+    """Read the signature of a reward function. Raise an InputError if it has no parameter for the completion."""
     name, _, function = component
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Python does not know the parameters of some functions written in C
-        return Parameters("")
-    expected = f"reward {name!r}: expected a function with a parameter for the completion, such as (completion, answer)"
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        raise InputError(f"{expected}, got a coroutine function (async def)")
+    signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     if any(x.kind in (x.VAR_POSITIONAL, x.POSITIONAL_ONLY) for x in parameters):
-        try:
-            signature.bind("", "")
-        except TypeError as error:
-            raise InputError(f"{expected}, got {signature}") from error
         return Parameters("")
     named = [x for x in parameters if x.kind is not x.VAR_KEYWORD]
     names = [x.name for x in named]
@@ -201,7 +181,8 @@ def parameters_of(component: RewardComponent) -> Parameters:
     if completion not in names and not takes_lists and names and names[0] not in ("prompt", "answer"):
         completion = names[0]
     elif completion not in names and not takes_any:
-        raise InputError(f"{expected}, got {signature}")
+        expected = "expected a function with a parameter for the completion, such as (completion, answer)"
+        raise InputError(f"reward {name!r}: {expected}, got {signature}")
     others = [x for x in named if x.name != completion]
     required = tuple(x.name for x in others if x.default is x.empty)
     optional = tuple(x.name for x in others if x.default is not x.empty)
@@ -210,12 +191,11 @@ def parameters_of(component: RewardComponent) -> Parameters:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Weighted components and, for multi-turn tasks, a function that rewards each turn.
+    """Weighted components.
 
     A component that returns None does not apply to the completion: it adds nothing to the total. A call that raises an
     exception, takes longer than `timeout` seconds or returns anything but finite numbers is a failure, and its reward
-    is 0. A function in the form of TRL has `timeout` seconds per completion. `turn_reward` must return a number for
-    every turn.
+    is 0. A function in the form of TRL has `timeout` seconds per completion.
 
     The time limit uses SIGALRM. It interrupts Python code and C code that checks for signals, such as `re`. Other C
     code is interrupted when it returns. Outside the main thread and on Windows there is no limit.
@@ -226,12 +206,9 @@ class Rewards:
 
     components: tuple[RewardComponent, ...] = ()
     timeout: float = 10.0  # seconds per completion
-    turn_reward: Callable[[list[str], str], list[float]] | None = None  # function(turns, answer): one reward per turn
-    # Per component, seconds after which the next slow batch is reported: doubled by each report.
-    patience: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = Counter([*(component.name for component in self.components), *([TURNS] if self.turn_reward else [])])
+        names = Counter(component.name for component in self.components)
         if repeated := [name for name, count in names.items() if count > 1]:
             raise InputError(f"reward: expected components with different names, got two named {repeated[0]!r}")
         for name, weight, _ in self.components:
@@ -259,121 +236,59 @@ class Rewards:
                         f"them are {', '.join(sorted(lacking[0]))}{nearest(name, lacking[0])}"
                     )
 
-    def __call__(
-        self, completions: Sequence[str], examples: Sequence[Example], turns: Sequence[list[str]] | None = None
-    ) -> RewardBatch:
-        """Reward B completions of B examples.
-
-        Args:
-            completions: what the policy wrote; of a dialogue, its turns joined by newlines.
-            turns: the policy's text of each turn of each completion. None: each completion is one turn.
-        """
+    def __call__(self, completions: Sequence[str], examples: Sequence[Example]) -> RewardBatch:
+        """Reward B completions of B examples."""
+        total = [0.0] * len(completions)
+        components: dict[str, list[float | None]] = {}
         failures: list[Failure] = []
-        components = {x.name: self._rewards_of(x, completions, examples, failures) for x in self.components}
-        of_turns: list[list[float]] = []
-        if self.turn_reward is not None:
-            said = turns or [[text] for text in completions]
-            with self._reported(TURNS, completions) as begin:
-                for text, example, parts in zip(completions, examples, said, strict=True):
-                    begin(text)
-                    call = partial(self.turn_reward, parts, example.answer)
-                    values, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
-                    reason = reason or misfit(values, len(parts))
-                    failures += [Failure(TURNS, reason, text)] if reason else []
-                    of_turns.append([0.0] * len(parts) if reason else values)
-            components[TURNS] = [sum(rewards) for rewards in of_turns]
-        turn_rewards = None if self.turn_reward is None else of_turns
-        return RewardBatch(self.totals(components, len(completions)), components, failures, turn_rewards)
+        for component in self.components:
+            values = components[component.name] = []
+            for i, (value, reason) in enumerate(self._results(component, completions, examples)):
+                if reason:
+                    failures.append(Failure(component.name, reason, completions[i]))
+                    value = 0.0
+                values.append(value)
+                total[i] += component.weight * (value or 0.0)
+        return RewardBatch(total, components, failures)
 
-    def totals(self, components: Mapping[str, Sequence[float | None]], count: int) -> list[float]:
-        """The weighted sums of `count` rewards by component. Components that do not apply (None) add nothing."""
-        weights = {**{name: weight for name, weight, _ in self.components}, TURNS: 1.0}
-        return [
-            sum((weights[name] * x for name, xs in components.items() if (x := xs[i]) is not None), 0.0)
-            for i in range(count)
-        ]
-
-    def _rewards_of(
-        self,
-        component: RewardComponent,
-        completions: Sequence[str],
-        examples: Sequence[Example],
-        failures: list[Failure],
-    ) -> list[float | None]:
-        """Call a component's function. For each call that fails, append to `failures`, and the reward is 0."""
-        name, _, function = component
+    def _results(
+        self, component: RewardComponent, completions: Sequence[str], examples: Sequence[Example]
+    ) -> list[tuple[float | None, str]]:
+        """For each completion its reward and "", or None and the reason why the call failed."""
         parameters = parameters_of(component)
-        values: list[float | None] = []
-        if parameters.takes_lists and completions:
-            options = parameters.of_all(completions, examples)
-            count = len(completions)
-            with self._reported(name, completions):
-                result, reason = attempt(lambda: numbers_of(list(function(**options))), self.timeout * count)
-            if not reason and len(result) != count:
-                reason = f"expected a list of {count} rewards, got {len(result)}"
-            values = [math.nan] * count if reason else result
-            reasons = [reason or misfit([x], 1, optional=True) for x in values]
+        count = len(completions)
+        if not parameters.takes_lists:
+            calls = [parameters.of_one(text, example) for text, example in zip(completions, examples, strict=True)]
+            results = [attempt(self.timeout, partial(component.function, *args), **named) for args, named in calls]
+        elif completions:
+            columns = parameters.of_all(completions, examples)
+            values, reason = attempt(self.timeout * count, lambda: list(component.function(**columns)))
+            if not reason and len(values) != count:
+                reason = f"expected a list of {count} rewards, got {len(values)}"
+            results = [(None, reason)] * count if reason else [(value, "") for value in values]
         else:
-            reasons = []
-            with self._reported(name, completions) as begin:
-                for text, example in zip(completions, examples, strict=True):
-                    begin(text)
-                    arguments, options = parameters.of_one(text, example)
-                    call = partial(function, *arguments, **options)
-                    result, reason = attempt(lambda call=call: numbers_of(call()), self.timeout)
-                    reasons.append(reason or misfit(result, 1, optional=True))
-                    values.append(math.nan if reasons[-1] else result[0])
-        failed = zip(reasons, completions, strict=True)
-        failures += [Failure(name, reason, text) for reason, text in failed if reason]
-        return [0.0 if reason else x for reason, x in zip(reasons, values, strict=True)]
-
-    @contextmanager
-    def _reported(self, name: str, completions: Sequence[str]) -> Iterator[Callable[[str], None]]:
-        """Print a line to stderr if the rewards of a batch take long. Yields a function to call with each completion.
-
-        A thread prints it, because a handler of SIGALRM waits for C code to return, and works only in the main thread.
-        """
-        begun: list[str] = []
-        seconds = self.patience.get(name, PATIENCE)
-
-        def report() -> None:
-            self.patience[name] = 2 * seconds
-            at = f"a batch of {len(completions)} answers"
-            if begun:
-                at = f"answer {len(begun)} in {at}, {begun[-1][:60]!r}"
-            print(f"still waiting after {seconds:g} s for the reward {name!r} of {at}", file=sys.stderr, flush=True)
-
-        timer = threading.Timer(seconds, report)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield begun.append
-        finally:
-            timer.cancel()
-            timer.join()
+            results = []
+        return [(value, reason) if reason else attempt(self.timeout, number, value) for value, reason in results]
 
 
-def attempt(call: Callable[[], Any], seconds: float) -> tuple[Any, str]:
+def attempt(seconds: float, function: Callable[..., Any], /, *args: Any, **options: Any) -> tuple[Any, str]:
     """Call a function with a time limit. Return its result and "", or None and the reason why it failed."""
     try:
         with time_limit(seconds):
-            return call(), ""
+            return function(*args, **options), ""
     except RewardTimeout:
         return None, f"no result after {seconds:g} s"
     except Exception as error:  # whatever the user's function raises is reported
         return None, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def numbers_of(result: Any) -> list[float | None]:
-    """Convert a number or a list to floats. None stays None."""
-    return [None if x is None else float(x) for x in (result if isinstance(result, list) else [result])]
-
-
-def misfit(values: list[float | None], count: int, optional: bool = False) -> str:
-    """Say what is wrong unless there are `count` finite numbers, or None where `optional`; else return ""."""
-    if len(values) == count and all(optional if x is None else abs(x) <= LARGEST for x in values):
-        return ""
-    return f"expected {count} finite float32 number{'s' * (count > 1)}, got {', '.join(map(str, values))}"
+def number(reward: Any) -> float | None:
+    """Convert a reward to a float. None stays None."""
+    if reward is None:
+        return None
+    if not abs(x := float(reward)) <= LARGEST:
+        raise ValueError(f"expected a finite float32 number, got {x}")
+    return x
 
 
 class RewardTimeout(BaseException):
@@ -384,7 +299,7 @@ class RewardTimeout(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise a RewardTimeout in the block after `seconds`. Works in the main thread of a system with SIGALRM.
 
-    Elsewhere the block has no limit. The caller's own SIGALRM handler and timer are restored at the end.
+    Elsewhere the block has no limit. At the end the caller's SIGALRM handler is restored, and its timer goes on.
     """
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
@@ -393,18 +308,16 @@ def time_limit(seconds: float) -> Iterator[None]:
     def expire(*_: object) -> None:
         raise RewardTimeout
 
-    previous = signal.signal(signal.SIGALRM, expire)
-    started = time.monotonic()
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(signal.SIGALRM, expire)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
         finally:  # also if the alarm arrives at the last moment
-            signal.signal(signal.SIGALRM, previous)
-            if remaining:
-                signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - started), 1e-3), interval)
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def letters_in_place(completion: str, answer: str) -> float:

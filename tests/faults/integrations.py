@@ -40,11 +40,6 @@ FAULTS: dict[str, Fault] = {
         "[-low, high-]{+high, low+} = config.clip_ratio_low, config.clip_ratio_high",
         "trainers/verl_parity::test_each_clip_bound_defaults_to_clip_ratio",
     ),
-    "replies of the environment trained on": (
-        "reply_to",
-        "dialogue.add(ids, reply, log_probs=[-None-]{+[0.0] * len(ids)+})",
-        "trainer_tasks::test_a_dialogue_masks_the_calculators_replies",
-    ),
     "gradients of all but the last micro-batch lost in half precision": (
         "Optimizer.collect",
         "gradient[- if master.grad is None else master.grad + gradient-]",

@@ -79,8 +79,6 @@ def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pyt
     "changes",
     [
         {"micro_batch_size": 2, "epochs": 2, "temperature": 0.7},
-        {"precision": "bf16"},
-        {"precision": "fp16"},
         {"precision": "autocast"},
     ],
 )
@@ -263,25 +261,18 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
     [
         ("group_size=1", "group_size: expected at least 2"),
         ("steps=0", "steps: expected at least 1, got 0"),
-        ("steps=1.5", "steps: expected a whole number, such as 8 or 1e3, got '1.5'"),
-        ("skip_zero_advantage=yes", "skip_zero_advantage: expected true or false, or none, got 'yes'"),
         ("skip_zero_advantage=true kl_coef=0.1", "skip_zero_advantage: expected false or none with kl_coef=0.1, got"),
         ("learning_rate=abc", "learning_rate: expected a number, such as 0.001 or 1e-3, got 'abc'"),
         ("cache_mib=some", "cache_mib: expected a number, such as 0.001 or 1e-3, or none, got 'some'"),
-        ("cache_mib=-1", "cache_mib: expected a number of MiB >= 0, got -1"),
         ("seeds=a,b", "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got 'a,b'"),
-        ("advantages=[]", "advantages: expected at least one call, such as [group_advantages], got ()"),
         ("advantages=whitten", "advantages: expected calls of group_advantages"),
         ('advantages=[{"group_advantages":{"scale":"loo"}}]', "advantages: group_advantages: scale must be one of"),
-        ("warmup_updates=801", "warmup_updates: expected at most the 800 updates of the run (steps *"),
         ("model=x data=x.jsonl task=sorting", "task: expected '' with data=x.jsonl, which has its own prompts, got"),
         ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),
         ("gradient_budget=1e-3 entropy_coef=0.01", "gradient_budget: expected 0 with an entropy bonus"),
-        ("prompts_per_step=3 group_size=3", "expected a divisor of the 9 answers"),
-        ("task=calculater", "got 'calculater' (is it 'calculator'?)"),
+        ("task=sortings", "got 'sortings' (is it 'sorting'?)"),
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),
         ("max_new_tokens=8190", "max_new_tokens=8190: with the longest prompt (11 tokens)"),
-        ("name=a/b", "expected a plain folder name"),
         ("device=nonsense", "device: expected a device torch can use, got 'nonsense'"),
         ("model=somewhere", "model needs data=FILE, the jsonl file to train it on, or task=NAME"),
         ("model=/no/such/folder task=sorting", "model /no/such/folder: there is no such folder"),
@@ -289,21 +280,14 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         ("data=some.jsonl", "data needs model=FOLDER"),
         ("reward=long", 'expected "module:function" or "file.py:function"'),
         ("reward=no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
-        ("reward=math:cielo", "math has no function cielo (is it 'ceil'?)"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),
-        ("zzz=no", "no such option; `gspo train --dry-run`"),
         ("preset=mo", "(is it 'moe'?)"),
         ("objective=gpso", "objective: "),
         ("rollout_correction=tis", "rollout_correction: expected fields of a correction, such as {level: sequence, "),
-        ("rollout_correction=[]", "rollout_correction must be a RolloutCorrection, a tuple of at least one"),
         ('rollout_correction={"level":"word"}', "rollout_correction: RolloutCorrection: level must be "),
-        ("rollout_correction={} old_log_probs=sampler", "old_log_probs: expected trainer with rollout_correction"),
-        ("sampler_precision=fp16", "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
         ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
-        ("report_to=mlflow", "report_to: expected tensorboard, wandb or both"),
         ("--steps 5", "--steps: expected key=value, such as steps=100"),
-        ("--gradient_budget 1e-3", "(is it gradient_budget=VALUE?)"),
     ],
 )
 def test_bad_options_print_one_line(tmp_path: Path, arguments: str, message: str) -> None:
@@ -314,15 +298,12 @@ def test_bad_options_print_one_line(tmp_path: Path, arguments: str, message: str
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("model", ["./models/mine", "no-such-model", "a/b/c"])
-def test_a_missing_model_folder_does_not_access_a_hub(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_model_folder_does_not_access_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda *_: pytest.fail("asked transformers"))
     data = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
-    with pytest.raises(InputError, match="there is no such folder") as caught:
-        train(train_config(model=model, data=data, output=tmp_path))
-    assert model in str(caught.value)
+    for model in ("./models/mine", "no-such-model"):
+        with pytest.raises(InputError, match=f"{model}: there is no such folder"):
+            train(train_config(model=model, data=data, output=tmp_path))
 
 
 def test_the_error_of_a_failed_download_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,9 +321,7 @@ def test_the_error_of_a_failed_download_names_the_model(tmp_path: Path, monkeypa
     ("lines", "message"),
     [
         ([""], "at least 2 different prompts (one is held out), got 0"),
-        ([{"prompt": "a", "answer": "b"}], "at least 2 different prompts"),
         ([{"prompt": "a", "answer": "b"}, "", "{oops"], "line 3: expected a JSON object"),
-        (["[1]"], "line 1: expected a JSON object"),
         (['{"prompt": "a", "answer": NaN}'], "line 1: expected a JSON object"),
         ([{"prompt": "a"}], 'line 1: "answer" is missing'),
         ([{"answer": "a"}], 'line 1: "prompt" is missing'),

@@ -11,8 +11,7 @@ import pytest
 from helpers.reference_runs import rows_of, small, write_jsonl
 from typer.testing import CliRunner
 
-from gspo_kernels.integrations.reference_trainer import InputError, evaluate, read_evaluation, train
-from gspo_kernels.integrations.tasks import answer_found, task_by_name
+from gspo_kernels.integrations.reference_trainer import evaluate, read_evaluation, train
 from gspo_kernels.tools.cli import app
 
 REWARDS = """
@@ -101,22 +100,6 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
     assert report.rewards["total"]["greedy"].mean == pytest.approx(rows_of(folder)[-1]["eval_reward"])
 
 
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_run_of_dialogues_is_evaluated_in_dialogues(tmp_path: Path, is_named: bool) -> None:
-    task = task_by_name("calculator", 12)
-    options: dict[str, Any] = {"steps": 1, "save": True, "max_new_tokens": 24, "eval_prompts": 12}
-    folder = train(small(tmp_path, **options, task="calculator" * is_named), task=None if is_named else task).folder
-    prompts = [f"data={folder}/held_out.jsonl"]
-    for texts in [prompts] if is_named else [prompts, []]:
-        with pytest.raises(InputError, match=f"^task: expected .* {folder} was trained on dialogues, got no task"):
-            read_evaluation(str(folder), texts, reward=answer_found)
-    report = evaluate(read_evaluation(str(folder), ["n=0"], task=None if is_named else task))
-    assert report.rewards["total"]["greedy"].mean == pytest.approx(rows_of(folder)[-1]["eval_reward"])
-    model = str(folder / "model-seed0")
-    assert read_evaluation(model, prompts, reward=answer_found).task.reply is None
-    assert read_evaluation(model, task=task, reward=answer_found).task.held_out == task.held_out
-
-
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
@@ -125,8 +108,6 @@ def test_a_run_of_dialogues_is_evaluated_in_dialogues(tmp_path: Path, is_named: 
             "learning_rate=1",
             "learning_rate: there is no such option of gspo eval; the options are ",
         ),
-        ("{run}", "max_new_token=1", "(is it 'max_new_tokens'?)"),
-        ("{run}", "--n 4", "expected key=value"),
         ("{run}", "n=-1", "n: expected a number from 0 to 2**32 - 1, got -1"),
         ("{run}", "n=2 k=1,3", "k: expected numbers from 1 to n=2, got [1, 3]"),
         ("{run}", "seed=0", "seed: expected one of {run}'s seeds [3, 4], got 0"),

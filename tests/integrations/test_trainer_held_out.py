@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,12 +44,6 @@ def test_the_interval_is_that_of_all_resamples() -> None:
     assert (mean, prompts) == (fmean(values), 4)
     assert (low, high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.26)  # a quarter between means
     assert estimate([None, *values, None]) == estimate(values) and estimate([None]) is None
-
-
-def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
-    generator = np.random.default_rng(1)
-    intervals = [known(estimate(list(generator.random(50) < 0.3))) for _ in range(300)]
-    assert 0.90 < fmean(x.low <= 0.3 <= x.high for x in intervals) < 0.99
 
 
 def test_a_difference_is_paired() -> None:
@@ -175,104 +167,37 @@ def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: 
     assert not (tmp_path / "other").exists()
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, prompts, rewards and a finished run."""
-    folder = tmp_path_factory.mktemp("project")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        policy.demo_policy("sort abcdefgh:").save(Path("tiny"))
-        write_jsonl(Path("data.jsonl"), *({"prompt": f"sort {x}:", "answer": x} for x in "abcdefgh"))
-        Path("scale.py").write_text("SCALE = 1.0\n")
-        Path("rewards.py").write_text(
-            "from scale import SCALE\ndef length(completion):\n    return SCALE * len(completion)\n"
-        )
-        options = {"model": "tiny", "data": "data.jsonl", "reward": "rewards.py:length", "max_new_tokens": 4}
-        train(small(folder, **options, output="runs", steps=1, checkpoint_every=1))
-    return folder
-
-
-def change_files() -> None:
-    """Change the files of the rewards, the end-of-sequence tokens and the chat template."""
-    for name in ("rewards.py", "scale.py"):
-        Path(name).write_text(f"{Path(name).read_text()}\n# changed\n")
+def test_held_out_rewards_that_something_else_defines_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy.demo_policy("sort abcdefgh:").save(Path("tiny"))
+    write_jsonl(Path("data.jsonl"), *({"prompt": f"sort {x}:", "answer": x} for x in "abcdefgh"))
+    rewards = Path("rewards.py")
+    rewards.write_text("def length(completion):\n    return len(completion)\n")
+    options = {"model": "tiny", "data": "data.jsonl", "reward": "rewards.py:length", "max_new_tokens": 4}
+    train(small(tmp_path, **options, output="runs", steps=1, checkpoint_every=1))
+    report = train(read_config(texts=["steps=2", "learning_rate=1e-3"], resume="runs/tiny"))
+    assert "eval_change" in rows_of(report.folder)[-1] and "not compared" not in capsys.readouterr().out
+    rewards.write_text(f"{rewards.read_text()}# changed\n")
     config, tokenizer = GenerationConfig.from_pretrained("tiny"), AutoTokenizer.from_pretrained("tiny")
     config.eos_token_id = [1, 3]
     config.save_pretrained("tiny")
     tokenizer.chat_template = "a{{ messages[0].content }}"
     tokenizer.save_pretrained("tiny")
-
-
-CHANGES = (
-    "the file rewards.py has changed; the file scale.py has changed; "
-    'weights of rewards: {"length": 1.0} -> {"length": 3.0}; reward_timeout: 10.0 -> 9.0; max_new_tokens: 4 -> 3; '
-    "tokens that end an answer: [1] -> [1, 3]; the chat template of the model has changed; "
-    "the encoding of the held-out prompts has changed"
-)
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "said"),
-    [
-        (change_files, ["reward=3*rewards.py:length", "reward_timeout=9", "max_new_tokens=3"], CHANGES),
-        (None, ["learning_rate=1e-3"], ""),
-    ],
-    ids=["everything", "nothing"],
-)
-def test_held_out_rewards_that_something_else_defines_are_not_compared(
-    project: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[], None] | None,
-    options: list[str],
-    said: str,
-) -> None:
-    monkeypatch.chdir(shutil.copytree(project, tmp_path / "copy"))
-    if change is not None:
-        change()
-    train(read_config(texts=["steps=1", *options], resume="runs/tiny"))  # nothing is left to train
-    out = capsys.readouterr().out
-    note = f"resume: no step is left to train, so the held-out rewards are from before this change: {said}\n"
-    assert (note in out) == bool(re.search(r"step 1 of 1 .*\(before this change\)\n", out)) == bool(said)
-    assert "not compared" not in out
-    for steps in (2, 3):  # the second resume compares with the first evaluation too
-        report = train(read_config(texts=[f"steps={steps}", *options], resume="runs/tiny"))
-        last, results = rows_of(report.folder)[-1], report.results[0].held_out
-        out = capsys.readouterr().out
-        note = f"resume: held-out rewards are not compared with those of step 0: {said}\n"
-        assert (note in out) == bool(said) != ("eval_change" in last)
-        assert ("(before this change)" in out) == (steps == 2 and bool(said))
-        expected = f"not comparable: since the first evaluation, {said}" if said else "not decided: the held-out reward"
-        assert sentence(results).startswith(expected)
+    said = "code of the reward length, weights of rewards, reward_timeout, max_new_tokens, tokens that end an answer, "
+    said += "encoding of the held-out prompts"
+    changes = ["reward=3*rewards.py:length", "reward_timeout=9", "max_new_tokens=3"]
+    for steps in (3, 4):  # the second resume compares with the first evaluation too
+        report = train(read_config(texts=[f"steps={steps}", *changes], resume="runs/tiny"))
+        assert "eval_change" not in rows_of(report.folder)[-1]
+        note = "held-out rewards from here on are not compared with those of step 0. Changed since then: "
+        assert f"resume: {note}{said}\n" in capsys.readouterr().out
+        results = report.results[0].held_out
+        assert sentence(results) == f"not comparable: changed since the first evaluation: {said}"
 
 
 def test_a_limit_that_leaves_other_held_out_prompts_is_refused(tmp_path: Path) -> None:
     folder = train(small(tmp_path)).folder
     with pytest.raises(InputError, match=r"max_prompt_tokens: expected a limit that leaves 8 .*, got 9, which leaves"):
         train(read_config(texts=["steps=5", "max_prompt_tokens=9"], resume=folder))
-
-
-def test_curves_are_inside_their_panels_and_the_legend_is_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures: list[Any] = []
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    save = figure.savefig
-    monkeypatch.setattr(
-        figure, "savefig", lambda self, *args, **kwargs: (figures.append(self), save(self, *args, **kwargs))
-    )
-    train(small(tmp_path, seeds=(0, 1), learning_rate=1e-9), reward=REWARDS)  # so that nothing is clipped
-    (legend,) = figures[-1].legends
-    box = legend.get_window_extent()
-    panels = [axes for axes in figures[-1].axes if axes.get_visible()]
-    titles = ["Reward", "Reward: length", "Reward: brief", "Share of answers clipped", "Entropy per token, nats"]
-    assert [axes.get_title(loc="left") for axes in panels] == titles
-    assert [text.get_text() for text in legend.get_texts()] == ["seed 0", "seed 1"]
-    assert not any(box.overlaps(axes.get_window_extent()) for axes in panels)
-    styles = [line.get_linestyle() for line in panels[0].lines]
-    assert styles.count("--") == 2  # the smoothed rewards of training
-    assert not any(any(line.get_ydata()) for line in panels[3].lines)
-    for axes in panels:
-        (low, high), room = axes.get_ybound(), 0.02 * (axes.get_ybound()[1] - axes.get_ybound()[0])
-        assert all(low + room < y < high - room for line in axes.lines for y in line.get_ydata())

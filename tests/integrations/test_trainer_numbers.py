@@ -30,8 +30,7 @@ from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.report import SeedResult
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.settings import Step
-from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent, Rewards, task_by_name
-from gspo_kernels.integrations.tasks.base import Task
+from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent, task_by_name
 from gspo_kernels.metrics import DIVISORS
 
 WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
@@ -290,26 +289,6 @@ def test_every_number_of_two_processes_equals_its_definition(tmp_path: Path) -> 
     run_ranks(check_numbers_of_steps, 2, tmp_path, deadline=120.0)
 
 
-def test_rewards_of_turns_are_those_of_the_dialogue(tmp_path: Path) -> None:
-    """The reward of a turn is the number of turns, so the reward of a dialogue is its square."""
-    rollouts: list[Rollout] = []
-    padded = trainer.padded
-
-    def noted(*arguments: Any) -> Rollout:
-        rollouts.append(padded(*arguments))
-        return rollouts[-1]
-
-    rewards = Rewards(turn_reward=lambda turns, answer: [float(len(turns))] * len(turns))
-    examples = [Example(f"{a}{b}:", "") for a in "abc" for b in "abc"]
-    task = Task("echo", examples[1:], examples[:1], rewards, reply=lambda *_: "a:", max_turns=2, characters="abc:")
-    config = small(tmp_path, steps=1, max_new_tokens=20, objective=Objective.preset("gspo-token"))
-    with patch.object(trainer, "padded", noted):
-        row = rows_of(train(config, task=task).folder)[1]
-    counts = [len(turns) for turns in rollouts[0].turns]
-    assert set(counts) == {1, 2} and row["reward"] == close(fmean(count**2 for count in counts))
-    assert "reward_failures" not in row and row["grad_norm"] > 0
-
-
 def test_a_summary_averages_clip_fractions_over_the_first_half_of_the_steps() -> None:
     steps = [{"clip_fraction": x, "seconds": 2.0, "groups_without_signal": 0.0} for x in (0.1, 0.3, 0.8)]
     rows: list[dict[str, Any]] = [{"eval_reward": 0.25}, *steps]
@@ -322,28 +301,13 @@ def test_a_summary_averages_clip_fractions_over_the_first_half_of_the_steps() ->
 # Advantages
 
 
-def test_turns_of_unequal_number_belong_to_the_prompt_of_their_answer() -> None:
-    """The answers to the first prompt have three turns and one, those to the second have one and two."""
-    turns = [[1.0, 0.0, 2.0], [4.0], [1.0], [0.0, 3.0]]
-    rewards = RewardBatch([sum(row) for row in turns], {}, [], turns)
-    turn_of_token = torch.tensor([[0, 1, 2], [0, 0, 0], [0, 0, 0], [0, 1, 1]])
-    rollout: Any = SimpleNamespace(answer_mask=torch.ones(4, 3, dtype=torch.bool), turn_of_token=turn_of_token)
-    batch = update.Batch(rollout, torch.zeros(4, 3), None)
-    steps = (Step("group_advantages", {"scale": "none"}),)
-    config = TrainConfig(group_size=2, objective=Objective(ratio="sequence-token"), advantages=steps)
-    # Rewards from each turn on: 3, 2, 2 and 4, with mean 11/4; 1 and 3, 3, with mean 7/3.
-    first, second = torch.tensor([3.0, 2.0, 2.0, 4.0]) - 11 / 4, torch.tensor([1.0, 3.0, 3.0]) - 7 / 3
-    expected = torch.stack([first[:3], first[3].expand(3), second[0].expand(3), second[[1, 2, 2]]])
-    torch.testing.assert_close(advantages_of(config, batch, rewards, RunningMoments()), expected)
-
-
 KL_OF_TOKEN = {"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": 0.5 - 1 + 2.718281828459045**-0.5}
 
 
 @pytest.mark.parametrize("estimator", KL_OF_TOKEN)
 def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    rollout: Any = SimpleNamespace(answer_mask=mask, turn_of_token=torch.zeros(2, 3, dtype=torch.int64))
+    rollout: Any = SimpleNamespace(answer_mask=mask)
     batch = update.Batch(rollout, torch.zeros(2, 3), torch.full((2, 3), -0.5))
     rewards = RewardBatch([1.0, 2.0], {}, [])
     kl = KL_OF_TOKEN[estimator]

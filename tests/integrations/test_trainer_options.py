@@ -1,4 +1,4 @@
-"""Options of the reference trainer: files, presets, LoRA, precision, schedules, references, rewards per turn."""
+"""Options of the reference trainer: files, presets, LoRA, precision, schedules, references."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_variables_of_the_chat_template_reach_every_rendering(tmp_path: Path) ->
         (["eval", str(tmp_path / "runs/one"), "n=0"], []),  # has the run's variables
     ):
         result = CliRunner().invoke(app, [*arguments, *options[:-1], "chat_template_kwargs={}"])
-        expected = r"error: prompt 'user: sort [abcd]:': the chat template fails: no short\n"
+        expected = r"error: prompt 'sort [abcd]:': the chat template fails: no short\n"
         assert result.exit_code == 1 and re.fullmatch(expected, result.stderr), result.stderr
         assert not CliRunner().invoke(app, [*arguments, *options]).exit_code
 
@@ -447,7 +447,7 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     components = {"one": [None if i in none else total for i, total in enumerate(totals)]}
     rewards = RewardBatch([0.0 if i in none else total for i, total in enumerate(totals)], components, [])
     zeros = torch.zeros(6, 2)
-    rollout: Any = Rollout(zeros, zeros, 1, *([torch.ones(6, 2, dtype=torch.bool)] * 4), [[]] * 6, zeros)  # type: ignore[arg-type]
+    rollout: Any = Rollout(zeros, zeros, 1, [""] * 6, zeros == 0, zeros[:, 0] > 0, zeros)  # type: ignore[arg-type]
     batch = update.Batch(rollout, torch.zeros(6, 2), None)
     running = RunningMoments()
 
@@ -463,20 +463,6 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     assert running.count == 3
     nothing = RewardBatch([0.0] * 6, {"one": [None] * 6}, [])
     assert advantages_of(TrainConfig(group_size=3), batch, nothing, running).tolist() == [0] * 6
-
-
-def test_a_large_reward_of_a_turn_costs_the_returns_of_later_turns_no_digits() -> None:
-    rewards = RewardBatch([-1e12 + 0.3] * 4, {}, [], [[-1e12, 0.3]] * 4)
-    turns = torch.tensor([0, 0, 0, 1, 1, 1]).expand(4, 6)
-    rollout: Any = SimpleNamespace(answer_mask=torch.ones(4, 6, dtype=torch.bool), turn_of_token=turns)
-    batch = update.Batch(rollout, torch.zeros(4, 6), None)
-    steps = (Step("group_advantages", {"baseline": "none", "scale": "none"}),)
-    config = TrainConfig(group_size=2, objective=Objective(ratio="sequence-token"), advantages=steps)
-    assert (advantages_of(config, batch, rewards, RunningMoments())[:, 3:] == torch.tensor(0.3)).all()
-    of_answers = replace(config, objective=Objective())
-    assert advantages_of(of_answers, batch, rewards, RunningMoments()).shape == (4,)
-    with pytest.raises(InputError, match="group_advantages alone"):
-        advantages_of(replace(config, advantages=(Step("whiten", {}),)), batch, rewards, RunningMoments())
 
 
 # Rewards and trackers

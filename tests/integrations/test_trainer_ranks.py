@@ -19,7 +19,7 @@ from tolerance import FP16_RUN_RELATIVE, TRAINER_ABSOLUTE
 from gspo_kernels.integrations.reference_trainer import InputError, TrainingError, held_out, read_config, train, trainer
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
-from gspo_kernels.integrations.reference_trainer.sampling import Dialogue, converse
+from gspo_kernels.integrations.reference_trainer.sampling import Answer, answers_to
 from gspo_kernels.integrations.tasks import Example, RewardComponent
 
 OPTIONS: dict[str, Any] = dict(steps=2, learning_rate=3e-4, save=True, micro_batch_size=2, updates_per_rollout=2)
@@ -33,13 +33,13 @@ SHARDED_FP16 = {"parallel": "fsdp2", "precision": "fp16", "micro_batch_size": 4,
 LORA = {"lora_rank": 4, "lora_head": True, "precision": "bf16", "micro_batch_size": 4, "threads": 1}
 
 
-def two_at_a_time(policy: Any, examples: Sequence[Example], *, seeds: Any = None, **options: Any) -> list[Dialogue]:
+def two_at_a_time(policy: Any, examples: Sequence[Example], *, seeds: Any = None, **options: Any) -> list[Answer]:
     """Sample the answers to two prompts at a time."""
-    dialogues: list[Dialogue] = []
+    answers: list[Answer] = []
     for i in range(0, len(examples), 2):
         pair = slice(i, i + 2)
-        dialogues += converse(policy, examples[pair], seeds=seeds and seeds[pair], **options)
-    return dialogues
+        answers += answers_to(policy, examples[pair], seeds=seeds and seeds[pair], **options)
+    return answers
 
 
 def config_of(folder: Path, **changes: Any) -> Any:
@@ -49,7 +49,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 def train_in_ranks(rank: int, folder: Path, changes: dict[str, Any]) -> None:
     same_shapes = "precision" in changes
-    with patch.object(held_out, "converse", two_at_a_time) if same_shapes else nullcontext():
+    with patch.object(held_out, "answers_to", two_at_a_time) if same_shapes else nullcontext():
         train(config_of(folder, **changes))
 
 

@@ -96,7 +96,7 @@ def test_the_wheel_has_the_library_and_nothing_else(distributions: dict[str, Pat
         for path in (ROOT / folder).rglob("*.py")
         if not path.is_relative_to(ROOT / "benchmarks" / "report")  # it rewrites the pages of a clone
     }
-    data = {"py.typed", "constraints.txt", "integrations/tasks/words.json"}
+    data = {"py.typed", "constraints.txt"}
     assert code == expected | {f"gspo_kernels/{name}" for name in data}
 
 

@@ -36,7 +36,7 @@ EXPLAINED = (
     "passes: operations of matrix products, divided by 2 N H V. 'ours' skips rows without a gradient, but "
     "computes blocks of 128 rows: a partly filled block costs as much as a full one. "
     "error: relative error (norms) of the less accurate gradient against float64. "
-    "error / naive's: error divided by plain PyTorch's error. naive GRPO computes a different loss."
+    "error / naive's: error divided by plain PyTorch's error."
 )
 
 

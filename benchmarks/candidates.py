@@ -1,4 +1,4 @@
-"""The implementations that are measured. All except naive GRPO compute the same loss and gradients of the same batch.
+"""The implementations that are measured. All compute the same loss and gradients of the same batch.
 
 Our loss and Liger's GRPO loss take hidden states. The other candidates only compute log-probs; `loss_of` then computes
 the loss from them, with the PyTorch operations of a trainer. `peers.py` calls the other packages.
@@ -17,11 +17,11 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 
 from . import peers
 from .measure import version
-from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Old, Workload
+from .workloads import CLIP_HIGH, CLIP_LOW, Head, Workload
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # hidden [N, H], weight [V, H], ids [N], soft-cap
-Loss = Callable[[Workload, Old, Tensor, Tensor], Tensor]  # hidden [S, L, H], weight [V, H] -> scalar
-GRPO_CLIP = 0.2
+# Old log-probs [S, L], hidden [S, L, H] and weight [V, H] -> scalar.
+Loss = Callable[[Workload, Tensor, Tensor, Tensor], Tensor]
 
 
 class Candidate(NamedTuple):
@@ -36,7 +36,6 @@ class Candidate(NamedTuple):
     width_multiple: int = 1  # H must be divisible by this
     in_triton: bool = False  # Triton or CuTe kernels compute the products, and PyTorch's profiler does not see them
     compiles: bool = False  # compiles at the first call with new shapes
-    per_token: bool = False  # computes GRPO's loss, with a ratio per token, and is compared with this loss in float64
     budget: float = 0.0
 
     def absent(self, head: Head, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -51,17 +50,13 @@ class Candidate(NamedTuple):
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def old(self, w: Workload) -> Old:
-        """Derive old and reference log-probs from this candidate's own: minus `w.log_ratio`, and plus `w.kl_drift`."""
+    def old(self, w: Workload) -> Tensor:
+        """Derive old log-probs [S, L] from this candidate's own: minus `w.log_ratio`."""
         with torch.no_grad():
             log_probs = self.log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), w.softcap)
-        log_probs = log_probs.float().view_as(w.target_ids)
-        return Old(
-            None if w.log_ratio is None else log_probs - w.log_ratio[:, None],
-            None if w.kl_drift is None else log_probs + w.kl_drift,
-        )
+        return log_probs.float().view_as(w.target_ids) - w.log_ratio[:, None]
 
-    def step(self, w: Workload, old: Old) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, w: Workload, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run forward and backward: loss, d_hidden [S, L, H] and d_weight [V, H]."""
         hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
         loss = self.loss(w, old, hidden, weight)
@@ -69,19 +64,11 @@ class Candidate(NamedTuple):
         return loss.detach(), d_hidden, d_weight
 
 
-def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -> Tensor:
-    """Compute the loss from log-probs [S, L] in plain PyTorch, as trainers do: GSPO, or GRPO if `per_token`."""
-    before = log_probs.detach() if old.log_probs is None else old.log_probs.to(log_probs.dtype)
-    log_ratio = log_probs - before
-    low, high = (GRPO_CLIP, GRPO_CLIP) if per_token else (CLIP_LOW, CLIP_HIGH)
-    ratio = (log_ratio if per_token else log_ratio.mean(1, keepdim=True)).exp()
-    advantages = w.advantages.to(ratio.dtype)[:, None]
-    policy = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    loss = -policy.mean(1).mean()
-    if old.ref_log_probs is not None:
-        drift = old.ref_log_probs.to(log_probs.dtype) - log_probs
-        loss = loss + KL_COEF * (drift.exp() - drift - 1).mean(1).mean()
-    return loss
+def loss_of(log_probs: Tensor, w: Workload, old: Tensor) -> Tensor:
+    """Compute GSPO's loss from log-probs [S, L] in plain PyTorch, as trainers do."""
+    ratio = (log_probs - old.to(log_probs.dtype)).mean(1).exp()
+    advantages = w.advantages.to(ratio.dtype)
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages).mean()
 
 
 def full_log_probs(
@@ -94,12 +81,12 @@ def full_log_probs(
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def _loss_from(log_probs: LogProbs, per_token: bool = False) -> Loss:
+def _loss_from(log_probs: LogProbs) -> Loss:
     """Make the loss of a candidate that only computes log-probs."""
 
-    def loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
+    def loss(w: Workload, old: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
         token_log_probs = log_probs(hidden.flatten(0, 1), weight, w.target_ids.flatten(), w.softcap)
-        return loss_of(token_log_probs.float().view_as(w.target_ids), w, old, per_token)
+        return loss_of(token_log_probs.float().view_as(w.target_ids), w, old)
 
     return loss
 
@@ -108,10 +95,10 @@ def _our_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float |
     return linear_log_probs(hidden[None], weight, ids[None], logit_softcap=softcap).log_probs[0]
 
 
-def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: float, cache_mib: int | None) -> Tensor:
+def _our_loss(w: Workload, old: Tensor, hidden: Tensor, weight: Tensor, budget: float, cache_mib: int | None) -> Tensor:
     return gspo_fused_loss(
-        hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
-        logit_softcap=w.softcap, objective=w.objective, gradient_budget=budget, cache_mib=cache_mib,
+        hidden, weight, w.target_ids, w.advantages, old_log_probs=old, logit_softcap=w.softcap,
+        gradient_budget=budget, cache_mib=cache_mib,
     ).loss  # fmt: skip  # related arguments share a line
 
 
@@ -136,7 +123,6 @@ CUTE: dict[str, Any] = dict(needs_cuda=True, takes_softcap=False, dtypes=(torch.
 VERL_TRITON: dict[str, Any] = dict(needs_cuda=True, takes_softcap=False, width_multiple=128, in_triton=True)
 _CANDIDATES = (
     _peer("naive GSPO", "naive", full_log_probs),
-    Candidate("naive GRPO", "naive", full_log_probs, _loss_from(full_log_probs, per_token=True), per_token=True),
     Candidate("naive GSPO, compiled", "compile", full_log_probs, lambda *args: _compiled_loss()(*args), compiles=True),
     _peer("TRL fused head", "trl", peers.trl_log_probs, "trl"),
     _peer("TRL cast_lm_head_to_fp32", "trl-fp32", peers.trl_fp32_log_probs, "trl"),

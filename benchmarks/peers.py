@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Old, Workload
+from .workloads import CLIP_HIGH, CLIP_LOW, Workload
 
 
 def trl_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
@@ -31,19 +31,16 @@ def trl_fp32_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: flo
     return trl_log_probs(hidden.float(), weight.float(), ids, softcap)
 
 
-def liger_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
+def liger_loss(w: Workload, old_log_probs: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
     """Run Liger's GRPO loss as TRL up to 1.13 did for `use_liger_kernel=True`. It loops over the sequences."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0 if old.ref_log_probs is None else KL_COEF, use_ref_model=old.ref_log_probs is not None,
-        epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, loss_type="grpo", importance_sampling_level="sequence",
+        beta=0.0, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, loss_type="grpo",
+        importance_sampling_level="sequence",
     )  # fmt: skip  # related arguments share a line
     mask = torch.ones_like(w.target_ids)
-    return loss(
-        hidden, weight, w.target_ids, mask, w.advantages, ref_per_token_logps=old.ref_log_probs,
-        old_per_token_logps=old.log_probs,
-    )[0]  # fmt: skip  # related arguments share a line
+    return loss(hidden, weight, w.target_ids, mask, w.advantages, old_per_token_logps=old_log_probs)[0]
 
 
 def liger_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:

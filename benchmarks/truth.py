@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .candidates import full_log_probs, loss_of
-from .workloads import Old, Workload
+from .workloads import Workload
 
 ROWS = 256  # rows per chunk, so that float64 logits are [256, V]
 # A candidate is wrong, and is not timed, in three cases: the relative error of a gradient (norm of the error divided by
@@ -42,8 +42,8 @@ class Errors(NamedTuple):
         return max(self.d_hidden, self.d_weight)
 
 
-def truth(w: Workload, per_token: bool = False) -> Truth:
-    """Compute loss and gradients in float64. Old and reference log-probs are computed from the float64 log-probs."""
+def truth(w: Workload) -> Truth:
+    """Compute loss and gradients in float64. Old log-probs are computed from the float64 log-probs."""
     hidden = w.hidden.flatten(0, 1)
     weight = w.weight.double()
     ids = w.target_ids.flatten()
@@ -55,12 +55,7 @@ def truth(w: Workload, per_token: bool = False) -> Truth:
     with torch.no_grad():
         outputs = [log_probs_of(hidden[rows].double(), weight, rows) for rows in chunks]
     log_probs = torch.cat(outputs).view(w.target_ids.shape).requires_grad_()
-    detached = log_probs.detach()
-    old = Old(
-        None if w.log_ratio is None else detached - w.log_ratio.double()[:, None],  # old log-probs
-        None if w.kl_drift is None else detached + w.kl_drift.double(),  # reference log-probs
-    )
-    loss = loss_of(log_probs, w, old, per_token)
+    loss = loss_of(log_probs, w, log_probs.detach() - w.log_ratio.double()[:, None])
     (d_log_probs,) = torch.autograd.grad(loss, log_probs)
     d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float64), torch.zeros_like(weight)
     for rows in chunks:

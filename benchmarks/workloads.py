@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels import Objective
-
 from . import peaked
 
 
@@ -32,29 +30,23 @@ MODELS = {
 
 
 class Scenario(NamedTuple):
-    """The shares of sequences without a gradient, and options of the loss and the batch."""
+    """The shares of sequences without a gradient."""
 
     what: str
     zero: float = 0.0  # share of sequences with advantage 0, because all answers of their group got the same reward
     clipped: float = 0.0  # share of the remaining sequences that are clipped
-    kl: bool = False
-    on_policy: bool = False  # no old log-probs: the ratio is exactly 1
     long: bool = False  # the batch has only two sequences, however many tokens it has
 
 
 SCENARIOS = {
     "dense": Scenario("every token has a gradient: our worst case"),
     "rl-like": Scenario("some sequences have advantage 0, some are clipped", zero=0.3, clipped=0.15),
-    "on-policy": Scenario("no old log-probs, so no clipping; some advantages are 0", zero=0.3, on_policy=True),
-    "kl": Scenario("rl-like, plus 0.04 times k3 KL, so every token has a gradient", zero=0.3, clipped=0.15, kl=True),
     "long": Scenario("only two long sequences; every token has a gradient", long=True),
 }
 LENGTH = 1024  # tokens per sequence
 FEWEST = 8  # sequences; small batches have shorter ones
 INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios inside and outside the clip window
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
-KL_COEF = 0.04
-DRIFT = -0.2  # least reference minus current log-prob; it is uniform up to 0, so that no log-prob is above 0
 
 
 class Spec(NamedTuple):
@@ -72,14 +64,9 @@ class Workload(NamedTuple):
     weight: Tensor  # [V, H]
     target_ids: Tensor  # [S, L]
     advantages: Tensor  # [S] fp32
-    log_ratio: Tensor | None  # [S] fp32, current minus old log-prob of every token; None: on-policy
-    kl_drift: Tensor | None  # [S, L] fp32, reference minus current log-prob; None: no KL
+    log_ratio: Tensor  # [S] fp32, current minus old log-prob of every token
     softcap: float | None
     entropy: Tensor  # [S, L] nats, of the policy before it was rounded to the dtype
-
-    @property
-    def objective(self) -> Objective:
-        return Objective(kl_coef=KL_COEF) if self.kl_drift is not None else Objective()
 
     @property
     def rows(self) -> int:
@@ -89,13 +76,6 @@ class Workload(NamedTuple):
     def products(self) -> float:
         """Operations of one matrix pass, 2 N H V."""
         return 2.0 * self.rows * self.weight.numel()
-
-
-class Old(NamedTuple):
-    """Log-probs from before the update."""
-
-    log_probs: Tensor | None  # [S, L]; None: on-policy
-    ref_log_probs: Tensor | None  # [S, L]; None: no KL
 
 
 class Counts(NamedTuple):
@@ -116,30 +96,24 @@ def counts(tokens: int, scenario: str) -> Counts:
 
 def make(spec: Spec, **policy: Any) -> Workload:
     """Make the batch of a spec, the same on all devices of a kind. `policy` holds arguments of `peaked.make`."""
-    scenario = SCENARIOS[spec.scenario]
     count, zero, clipped = counts(spec.tokens, spec.scenario)
     length = spec.tokens // count
     head = spec.head
     device = torch.device(spec.device)
     source = peaked.make(count * length, head.width, head.vocab, softcap=head.softcap, device=device, **policy)
-    w = batch(source, count, zero, clipped, scenario.kl, getattr(torch, spec.dtype))._replace(softcap=head.softcap)
-    return w._replace(log_ratio=None) if scenario.on_policy else w
+    return batch(source, count, zero, clipped, getattr(torch, spec.dtype))._replace(softcap=head.softcap)
 
 
-def batch(
-    policy: peaked.Policy, count: int, zero: int, clipped: int, kl: bool = False, dtype: torch.dtype = torch.float32
-) -> Workload:
+def batch(policy: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch.dtype = torch.float32) -> Workload:
     """Make `count` sequences of equal length with the advantages and log-ratios of `roles`."""
     advantages, log_ratio = roles(count, zero, clipped)
     device = policy.hidden.device
-    rng = torch.Generator().manual_seed(1)
     return Workload(
         hidden=policy.hidden.to(dtype).view(count, -1, policy.hidden.shape[-1]),
         weight=policy.weight.to(dtype),
         target_ids=policy.target_ids.view(count, -1),
         advantages=advantages.to(device),
         log_ratio=log_ratio.to(device),
-        kl_drift=DRIFT * torch.rand(count, len(policy.hidden) // count, generator=rng).to(device) if kl else None,
         softcap=None,
         entropy=policy.entropy.view(count, -1),
     )

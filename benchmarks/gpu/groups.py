@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import re
 import shutil
 import statistics
@@ -19,108 +17,37 @@ from typing import NamedTuple
 
 import torch
 
-from gspo_kernels.backends.triton.elementary import INTERPRETED
-
-from ..candidates import ALL
 from ..measure import Record, about, results_in, save
 from . import times, tune
-from .times import FULL, SHAPES, SHARES, Measurement, Setting, Shape
+from .times import FULL, SHAPES, Measurement, Setting
 
 UNFINISHED = "did not finish"
-RL = ("rl-4k", "rl-8k", "rl-32k")  # groups of RL-like batches
-# Estimates assume half of an H200's 989.5 TFLOP/s (bf16, dense, datasheet), and half of its 67 TFLOP/s in float64.
-PASS, EXACT_PASS = (SHAPES["A"].operations / (0.5e12 * peak) for peak in (989.5, 67.0))  # seconds
-START = 6.0  # seconds to make a batch in a new process, as on an H200 with 16 cores
-COMPILE = 1.0  # seconds to compile a kernel, likewise
-RUNS = 9  # of `clock`
 
 
 class Group(NamedTuple):
     what: str
     run: Callable[[Setting], Iterator[Measurement]]
-    seconds: float  # estimated
-
-    @property
-    def deadline(self) -> float:
-        """Seconds after which the group is killed."""
-        return 60 + 3 * self.seconds
-
-
-def seconds(kernels: int = 0, passes: float = 0.0, exact: float = 0.0, more: float = 0.0) -> float:
-    """Estimate a group's seconds from the kernels to compile and the passes of shape A, in bf16 and in float64."""
-    return START + COMPILE * kernels + PASS * passes + EXACT_PASS * exact + more
 
 
 def all_groups() -> dict[str, Group]:
-    """All groups by name. `DEFAULT` lists the groups that run if none is named, in order of importance."""
-    groups = {"ceilings": Group("a copy, the vendor's products", times.ceilings, seconds(passes=15 * RUNS))}
-    for name, shape in SHAPES.items():
-        size = shape.operations / SHAPES["A"].operations
-        what = f"N, H, V = {', '.join(map(str, shape))}: passes, kernels, errors, full logits"
-        more = 20 if name == "D" else 0  # TRL and Liger, whose GRPO loss is slow
-        groups[name] = Group(what, partial(times.steps, name=name), seconds(8, 26 * RUNS * size, 8 * size, more))
-    for name in ("A", "C"):
-        what = f"backward of {', '.join(f'{x:g}' for x in SHARES)} of the cells, shape {name}"
-        groups[f"cells-{name}"] = Group(what, partial(times.cells, name=name), seconds(6, 16 * RUNS))
-    for n, (name, tokens) in enumerate(zip(RL, FULL.tokens, strict=True)):
-        size = SHAPES["D"]._replace(rows=tokens).operations / SHAPES["A"].operations
-        candidates = 8 if n else len(ALL)
-        what = f"RL-like, {tokens} tokens, head of D: " + ("ours, full logits, TRL, Liger" if n else "all packages")
-        estimate = seconds(8, 4 * candidates * (times.ROUNDS + 4) * size, 8 * size, more=0 if n else 60)
-        groups[name] = Group(what, partial(times.packages, size=n), estimate)
-    groups["profile"] = Group("ncu's counters of the forward tile", times.profile, seconds(2, more=20))
-    groups["checks"] = Group("pytest -m gpu", times.checks, seconds(more=180))
+    """All groups by name, in order of importance."""
+    groups = {}
+    for name in ("D", "A", "C"):
+        what = f"N, H, V = {', '.join(map(str, SHAPES[name]))}: passes, kernels, errors, full logits"
+        groups[name] = Group(what, partial(times.steps, name=name))
+    for n, (name, which) in enumerate((("rl-4k", "all packages"), ("rl-32k", "ours, full logits, TRL, Liger"))):
+        what = f"RL-like, {FULL.tokens[n]} tokens, head of D: {which}"
+        groups[name] = Group(what, partial(times.packages, size=n))
+    groups["ceilings"] = Group("the vendor's products", times.ceilings)
     for kernel in tune.KERNELS:
         for width in (4096, 896):
             run = partial(tune.tune, kernel=kernel, width=width)
-            groups[f"tune-{kernel}-{width}"] = Group("rank block shapes", run, seconds(more=60))
+            groups[f"tune-{kernel}-{width}"] = Group("rank block shapes", run)
     return groups
 
 
 GROUPS = all_groups()
-DEFAULT = ["D", "rl-8k", "rl-32k", "A", "C", "cells-A", "rl-4k", "ceilings", "B", "cells-C", "profile"]
-
-
-def missing(name: str) -> str:
-    """The reason why a group cannot run on this machine, or ""."""
-    tests = {"pytest-xdist": "xdist", "hypothesis": "hypothesis"}  # package and module
-    absent = [package for package, module in tests.items() if not importlib.util.find_spec(module)]
-    needs = {"profile": [] if shutil.which("ncu") else ["ncu"], "checks": absent}.get(name)
-    return f"not installed: {', '.join(needs)}" if needs else ""
-
-
-def gibibytes(names: list[str]) -> tuple[str, int]:
-    """Find the group that needs the most GPU memory, and its GiB, counted for naive GSPO. ("", 0): no group runs it.
-
-    In naive GSPO's backward, three fp32 tensors have the size of the logits. Hidden states, head and their gradients
-    are in bf16. They are compared with gradients in float64.
-    """
-    batches = SHAPES | {name: SHAPES["D"]._replace(rows=n) for name, n in zip(RL, FULL.tokens, strict=True)}
-
-    def needed(x: Shape) -> float:
-        return 3 * 4 * x.rows * x.vocab + (2 + 2 + 8) * (x.rows + x.vocab) * x.width
-
-    sizes = {name: math.ceil(needed(x) / 2**30) for name, x in batches.items() if name in names}
-    return max(sizes.items(), key=lambda item: item[1], default=("", 0))
-
-
-def conditions(device: str, tiny: bool) -> Record:
-    """The conditions under which a record stays valid for a later run. `device`: the GPU's name, or "cpu"."""
-    now = about(torch.device("cpu"))
-    return {
-        "commit": now["commit"],
-        "state of the sources": "uncommitted changes" if now["uncommitted changes"] else "as committed",
-        "device": device,
-        "set of shapes": "tiny" if tiny else "full",
-        "kind of kernels": "interpreted" if INTERPRETED else "compiled",
-        **{f"{name} version": now["versions"].get(name) for name in ("torch", "triton")},
-    }
-
-
-def unlike(record: Record, now: Record) -> list[str]:
-    """Describe each difference between a record's conditions and this run's."""
-    then = record["measured"].get("conditions", {})
-    return [f"another {name}" for name, value in now.items() if then.get(name) != value]
+DEFAULT = [name for name in GROUPS if not name.startswith("tune")]
 
 
 def run_group(name: str, setting: Setting, path: Path) -> int:
@@ -128,7 +55,6 @@ def run_group(name: str, setting: Setting, path: Path) -> int:
     start = time.monotonic()
     head = about(setting.device)
     records = []
-    head["conditions"] = conditions(head["machine"].get("gpu", "cpu"), setting.shapes != SHAPES)
 
     def store(fault: str) -> int:
         group = {"measured": head, "seconds": time.monotonic() - start, "fault": fault, "results": records}

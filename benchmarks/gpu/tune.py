@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from gspo_kernels.backends.rows import HeadResult, HeadRows
+from gspo_kernels.backends.rows import HeadResult, HeadRows, LiveTiles, NeedsGradient
 from gspo_kernels.backends.triton import backward, forward
 from gspo_kernels.backends.triton.cells import lists, products
 from gspo_kernels.backends.triton.launch import Launch, launch_options, launches
@@ -28,9 +28,9 @@ from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architect
 from gspo_kernels.tolerance import LOG_PROB_RMS_ON_GPUS, RELATIVE_RMS
 
 from ..measure import Record
-from .times import BOTH, Measurement, Setting, clock, replay, selected
+from .times import TILES, Measurement, Setting, clock, replay
 
-TILES, PRODUCTS = ("forward_tile", "gradient_tile"), ("hidden_product", "weight_product")
+PRODUCTS = ("hidden_product", "weight_product")
 KERNELS = TILES + PRODUCTS
 SHARE = 0.3  # of the cells, for the products
 SHAPES_PER_BATCH = 32  # shapes that are compiled together
@@ -91,11 +91,23 @@ def ranked(records: list[Record]) -> list[Record]:
     return sorted((r for r in records if "config" in r and not r["failure"]), key=lambda r: r["seconds"])
 
 
+def selected(head: HeadRows, device: torch.device | str) -> LiveTiles:
+    """Choose all rows, and a random share of their cells."""
+    cell = forward.cell_shape(head)
+    assert cell is not None
+    rows = len(head.mask)
+    size = -(-rows // cell[0]), -(-head.vocab_size // cell[1])
+    cells = torch.rand(size, generator=torch.Generator().manual_seed(0)) < SHARE
+    cells[0, 0] = True
+    choice = LiveTiles(torch.arange(rows), cells, torch.tensor([rows, 1]))
+    return LiveTiles(*(x.to(device) for x in choice))
+
+
 class KernelBench:
     """A kernel, a head, and the kernel's result with the tuning table's block shape."""
 
     def __init__(self, setting: Setting, kernel: str, width: int) -> None:
-        shape = setting.shapes["B"]._replace(width=width)
+        shape = setting.shapes["D"]._replace(width=width)
         self.device = setting.device
         self.on_gpu = setting.on_gpu
         self.kernel = kernel
@@ -107,9 +119,10 @@ class KernelBench:
 
     def run(self, head: HeadRows, result: HeadResult, d_log_probs: Tensor) -> tuple[Tensor, list[Launch]]:
         """Compute the kernel's result, and record its launches. With meta tensors, launches are only recorded."""
-        needs = BOTH._replace(hidden=self.kernel != "weight_product", weight=self.kernel == "weight_product")
+        of_weight = self.kernel == "weight_product"
+        needs = NeedsGradient(not of_weight, of_weight, bias=False, adapter_hidden=False, adapter_weight=False)
         place = "cpu" if d_log_probs.is_meta else self.device  # the host reads the number of cells
-        choice = selected(head, len(d_log_probs), SHARE, place) if self.kernel in PRODUCTS else None
+        choice = selected(head, place) if self.kernel in PRODUCTS else None
         with launches() as seen:
             if self.kernel == "forward_tile":
                 out = forward.head_forward(head).log_probs

@@ -17,8 +17,7 @@ Values = dict[str, float]
 NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
 CAST = "TRL cast_lm_head_to_fp32"
 DEFAULT_CACHE = "ours, default cache"
-OTHER_LOSS = "naive GRPO"  # is not compared, because it computes a different loss
-FULL_LOGITS = {NAIVE: "full logits", "naive GSPO, compiled": "full logits, compiled", OTHER_LOSS: "full logits, GRPO"}
+FULL_LOGITS = {NAIVE: "full logits", "naive GSPO, compiled": "full logits, compiled"}
 H200 = "nvidia-h200"
 # Groups of measurements on a GPU that compare implementations: tokens, hidden size and vocabulary by group.
 GPU_GROUPS = {
@@ -228,7 +227,7 @@ def where_we_lose(every: Results) -> str:
         comparisons.append((f"CPU, step of TRL, {dtype}: MiB", peaks(part["steps"]), ",.0f", OURS))
     rows = []
     for situation, values, form, default in comparisons:
-        others = {name: x for name, x in values.items() if not name.startswith(OURS) and name != OTHER_LOSS}
+        others = {name: x for name, x in values.items() if not name.startswith(OURS)}
         best = min(others, key=others.__getitem__)
         if others[best] < values[default]:
             ratio = f"{values[default] / others[best]:.2f}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,33 +40,31 @@ with needs("gspo compare", "train", "transformers", "tokenizers"):
 Record = dict[str, Any]
 Tick = Callable[[str], object]
 METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "token_log_ratio_std", "sequence_log_ratio_std")
-METRICS += ("rollout_weight_mean", "rollout_bound_share")  # only with a correction
+METRICS += ("rollout_weight_mean",)  # only with a correction
 CURVES = ("reward", "answer_tokens")
 PARTS = 4  # of a training of the study "long"; curves have the mean over the rollouts of each
 BODIES = ("bf16", "autocast", "fp16", "fp16-autocast")  # values of TrainConfig.precision, besides fp32
 WINDOWS: dict[str, tuple[float, ...]] = {"gspo": (10, 30), "grpo": (0.1, 0.01)}  # factors of the paper's windows
-LONGEST = {"sorting": 7, "long-sorting": 96}  # most tokens of an answer; 24 in the other tasks
+LONGEST = {"sorting": 7, "long-sorting": 96}  # most tokens of an answer
 WARM_UP: Record = dict(steps=60, batch=24, learning_rate=2e-3)  # supervised steps before the study "long"
 SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "eval_every")
 FOLDER = Path("runs") / "compare"
-Option = TypeVar("Option", int, str)
-Number = TypeVar("Number", int, float)
 
 
-class Defaults(NamedTuple):
-    """Options that a study has if they are not set."""
+class Study(NamedTuple):
+    """A study's task, its grid of settings, and what it trains unless the command's options say otherwise."""
 
     objectives: str = "gspo,grpo"
     task: str = "sorting"
     steps: int = 40
-    learning_rates: str = "5e-4,1.5e-3,5e-3"
-    updates: str = "4,8"
+    learning_rates: tuple[float, ...] = (5e-4, 1.5e-3, 5e-3)
+    updates: tuple[int, ...] = (4, 8)  # optimizer updates per rollout
 
 
 STUDIES = {
-    "dense": Defaults(),
-    "rounding": Defaults(learning_rates="1.5e-3", updates="4"),
-    "long": Defaults("gspo,grpo,luspo", "long-sorting", 14, "5e-4", "4"),
+    "dense": Study(),
+    "rounding": Study(learning_rates=(1.5e-3,), updates=(4,)),
+    "long": Study("gspo,grpo,luspo", "long-sorting", 14, (5e-4,), (4,)),
 }
 
 
@@ -102,7 +100,7 @@ def config_of(task: str, steps: int) -> TrainConfig:
         task=task,
         steps=steps,
         prompts_per_step=8 if is_long else 16,
-        max_new_tokens=LONGEST.get(task, 24),
+        max_new_tokens=LONGEST[task],
         eval_every=steps if is_long else 5,
         eval_prompts=64 if is_long else 128,
         warmup_updates=min(12, 4 * steps) if is_long else 0,
@@ -110,19 +108,6 @@ def config_of(task: str, steps: int) -> TrainConfig:
         device="cpu",
         save=False,
     )
-
-
-def grid_of(config: TrainConfig, learning_rates: Sequence[float], updates: Sequence[int]) -> list[TrainConfig]:
-    """Return the configuration of every setting: each learning rate with each number of updates per rollout.
-
-    Raises:
-        InputError: a number cannot be used.
-    """
-    pairs = itertools.product(learning_rates, updates)
-    try:
-        return [replace(config, learning_rate=rate, updates_per_rollout=number) for rate, number in pairs]
-    except InputError as error:
-        raise InputError(f"--learning-rates, --updates: {error}") from error
 
 
 def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, Arm]:
@@ -260,15 +245,7 @@ def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Call
 
 
 def run(
-    objectives: str | None,
-    study: str,
-    task: str | None,
-    seeds: str,
-    steps: int | None,
-    learning_rates: str | None,
-    updates: str | None,
-    output: Path | None,
-    console: Console,
+    objectives: str | None, study: str, seeds: str, steps: int | None, output: Path | None, console: Console
 ) -> None:
     """Compare objectives. Print the table, and write the results.
 
@@ -278,44 +255,34 @@ def run(
     if study not in STUDIES:
         raise InputError(f"--study: expected {', '.join(STUDIES)}, got {study!r}")
     of_study = STUDIES[study]
-    steps = chosen(steps, of_study.steps)
-    config = config_of(chosen(task, of_study.task), steps)
-    arms = arms_of(chosen(objectives, of_study.objectives).split(","), study, config)
-    rates = parse("--learning-rates", chosen(learning_rates, of_study.learning_rates), float, "5e-4,1e-3")
-    numbers = parse("--updates", chosen(updates, of_study.updates), int, "4,8")
-    grid = grid_of(config, rates, numbers)
-    of_seeds = parse("--seeds", seeds, int, "0,1,2")
-    if not 1 <= len(of_seeds) <= max(STUDENT) or not all(0 <= seed < 2**32 for seed in of_seeds):
-        raise InputError(f"--seeds: expected at most {max(STUDENT)} numbers from 0 to 2**32 - 1, got {seeds!r}")
+    steps = steps or of_study.steps
+    config = config_of(of_study.task, steps)
+    arms = arms_of((objectives or of_study.objectives).split(","), study, config)
+    pairs = itertools.product(of_study.learning_rates, of_study.updates)
+    grid = [replace(config, learning_rate=rate, updates_per_rollout=number) for rate, number in pairs]
+    numbers = seeds_of(seeds)
     path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads
-    with bench_table.progress(console, len(arms) * len(of_seeds) * len(grid) * steps) as tick:
-        results = compare(arms, of_seeds, grid, study, tick)
+    with bench_table.progress(console, len(arms) * len(numbers) * len(grid) * steps) as tick:
+        results = compare(arms, numbers, grid, study, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
     console.print(f"results: {path}", soft_wrap=True)
 
 
-def chosen(value: Option | None, default: Option) -> Option:
-    """`value`, or the study's default if the option is not set."""
-    return default if value is None else value
-
-
-def parse(option: str, text: str, kind: type[Number], example: str) -> list[Number]:
-    """Parse "0,1,2" as [0, 1, 2]. Numbers must differ.
+def seeds_of(text: str) -> list[int]:
+    """Parse "0,1,2" as [0, 1, 2].
 
     Raises:
-        InputError: the text of the option cannot be used.
+        InputError: a number is not a seed, or occurs twice, or there are more than the table of intervals has.
     """
-    expected = f"{option}: expected different numbers separated by commas, such as {example}, got {text!r}"
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(expected) from error
-    if len({*numbers}) != len(numbers):
-        raise InputError(expected)
-    return numbers
+    parts = text.split(",")
+    numbers = {int(part) for part in parts if part.isdecimal() and int(part) < 2**32}
+    if not len(numbers) == len(parts) <= max(STUDENT):
+        expected = f"--seeds: expected at most {max(STUDENT)} different numbers from 0 to 2**32 - 1, such as 0,1,2"
+        raise InputError(f"{expected}, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def show(results: Record, console: Console) -> None:

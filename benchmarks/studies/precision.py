@@ -10,8 +10,7 @@ log-probs, with bodies in several dtypes and several heads. Norms and rotary ang
 because transformers computes them so; the row "fp32" shows how little that matters.
 
 The error of an answer is the mean error of its tokens' log-ratios against float64 with the fp32 weights ("master
-weights"). For bodies with rounded weights, "against rounded weights" compares with float64 of the rounded weights.
-Three numbers follow:
+weights"). Three numbers follow:
 
 - "wrong": the probability that the error changes a clip decision, if the true log-ratio is normal with standard
   deviation 3.4e-4, so that about 15 % of the answers are clipped, as in the paper. Answers of 256 tokens are halves of
@@ -81,7 +80,6 @@ class Size(NamedTuple):
 FULL = Size(4096, 6, 256, 500, 300, 4, 32, 512, 16, (3e-7, 1e-6, 3e-6), 3)
 ON_GPU = Size(16_384, 12, 1024, 1500, 400, 16, 32, 1024, 32, (1e-6, 3e-6), 3)
 TINY = Size(600, 1, 64, 60, 2, 2, 8, 64, 8, (1e-6,), 1)
-HEADLINE_RATE, HEADLINE_LENGTH = 1e-6, 1024  # learning rate and length of the figures in README and docs
 
 
 class Body(NamedTuple):
@@ -231,19 +229,16 @@ def log_probs(model: Model, ids: Tensor, prompt: int, body: Body, heads: dict[st
     return {name: torch.cat(chunks) for name, chunks in parts.items()}
 
 
-def exact(model: Model, ids: Tensor, prompt: int, rounded_to: torch.dtype = torch.float32) -> Tensor:
-    """Log-probs of the whole model in float64, of weights that were rounded to a dtype, [answers, L]."""
+def exact(model: Model, ids: Tensor, prompt: int) -> Tensor:
+    """Log-probs of the whole model in float64, [answers, L]."""
     full: LogProbs = lambda *arguments: candidates.full_log_probs(*arguments, accumulator=torch.float64)  # noqa: E731
-    rounded = copy.deepcopy(model).to(rounded_to)
-    return log_probs(rounded, ids, prompt, EXACT, {"exact": full})["exact"]
+    return log_probs(model, ids, prompt, EXACT, {"exact": full})["exact"]
 
 
 class Measured(NamedTuple):
     """Of one head with one body at one learning rate, for the answers of all seeds."""
 
-    log_prob_error: Tensor  # [answers, L] of new log-probs
     error: Tensor  # [answers, L] of log-ratios
-    error_if_rounded: Tensor  # [answers, L] against float64 of the rounded weights; the same as `error` in fp32
     log_ratio: Tensor  # [answers] true, of answers
     advantages: Tensor  # [answers]
 
@@ -251,15 +246,14 @@ class Measured(NamedTuple):
 class Scored(NamedTuple):
     """Log-probs of one model for the same answers, fp64, [answers, L]."""
 
-    exact: dict[torch.dtype, Tensor]  # of the whole model in float64, by the dtype to which the weights were rounded
+    exact: Tensor  # of the whole model in float64
     by_body: dict[str, dict[str, Tensor]]  # by body and head
 
 
 def scored(model: Model, ids: Tensor, size: Size) -> Scored:
     """Compute the log-probs of answers with every body and head."""
-    dtypes = dict.fromkeys(body.weights for body in BODIES.values())
     return Scored(
-        {dtype: exact(model, ids, size.prompt, dtype) for dtype in dtypes},
+        exact(model, ids, size.prompt),
         {
             name: log_probs(model, ids, size.prompt, body, heads_of(body, size, ids.device)[0])
             for name, body in BODIES.items()
@@ -269,15 +263,12 @@ def scored(model: Model, ids: Tensor, size: Size) -> Scored:
 
 def compared(old: Scored, new: Scored, advantages: Tensor) -> Iterator[tuple[str, str, Measured]]:
     """Yield body, head and the errors of its log-ratios."""
-    ratio_of = {dtype: new.exact[dtype] - old.exact[dtype] for dtype in new.exact}
-    true_ratio = ratio_of[torch.float32]
+    true_ratio = new.exact - old.exact
     for body, heads in new.by_body.items():
         pairs = {name: (name, name) for name in heads} | {OTHER_ENGINE: (NAIVE, OURS)}
         for name, (before, after) in pairs.items():
-            ratio = heads[after] - old.by_body[body][before]
-            error, error_if_rounded = ratio - true_ratio, ratio - ratio_of[BODIES[body].weights]
-            of_new = heads[after] - new.exact[torch.float32]
-            yield body, name, Measured(of_new, error, error_if_rounded, true_ratio.mean(1), advantages)
+            error = heads[after] - old.by_body[body][before] - true_ratio
+            yield body, name, Measured(error, true_ratio.mean(1), advantages)
 
 
 def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
@@ -332,19 +323,12 @@ def counted(of: Measured) -> Record:
     return {"answers": len(changed), "counted": int(changed.sum()), "95 %": interval(int(changed.sum()), len(changed))}
 
 
-def summary(of: Measured, size: Size, rounded: bool) -> Record:
-    rng = torch.Generator().manual_seed(0)
-    record: Record = {
-        "log-prob": {"rms": of.log_prob_error.square().mean().sqrt().item()},
+def summary(of: Measured) -> Record:
+    return {
         "log-ratio": {"std of tokens": of.error.std().item(), "std of answers": of.error.mean(1).std().item()},
-        "mean error": of.error.mean().item(),
         **wrong_by_length(of.error),
-        "by seed": [wrong(errors, HEADLINE_LENGTH, rng).item() for errors in of.error.split(size.answers)],
         "measured answers": counted(of),
     }
-    if rounded:
-        record["against rounded weights"] = wrong_by_length(of.error_if_rounded)
-    return record
 
 
 def joined(parts: list[Measured]) -> Measured:
@@ -373,7 +357,7 @@ def study(size: Size, device: torch.device) -> Record:
         for (rate, body, head), found in parts.items():
             if rate == learning_rate:
                 records = bodies.setdefault(body, [])
-                records.append({"name": head} | summary(joined(found), size, BODIES[body].weights.itemsize == 2))
+                records.append({"name": head} | summary(joined(found)))
         true = joined(parts[learning_rate, "fp32", OURS])
         clipped = ~passes_clip(true.log_ratio, true.advantages > 0)
         runs.append(

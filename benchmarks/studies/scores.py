@@ -168,7 +168,6 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
     lines = []
     for arm, records in runs.items():
         best = at_best(records)
-        spreads = (f"{mean_of(best, f'{unit}_log_ratio_std', -1):.2g}" for unit in ("token", "sequence"))
         cells = {
             "": label(arm),
             "best setting": chosen(records),
@@ -177,8 +176,6 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
             "over the grid": difference(runs, arm, over_grid) if len(by_setting(records)) > 1 else "-",
             "tokens clipped": percent(tokens_clipped(records)),
             "collapsed": f"{sum(map(collapsed, records))} of {len(records)}",
-            "std of token, sequence log-ratios": ", ".join(spreads),
-            "entropy": f"{mean_of(best, 'entropy'):.2f}",
         }
         if "over training" in records[0]:
             cells["answer length"] = " to ".join(f"{length(records, part):.1f}" for part in (0, -1))

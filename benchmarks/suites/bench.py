@@ -18,7 +18,7 @@ from .. import measure, truth
 from ..candidates import AGAINST, ALL, Candidate
 from ..measure import Record, Tick
 from ..peaked import entropy_quantiles
-from ..workloads import Head, Old, Spec, Workload, counts, make
+from ..workloads import Head, Spec, Workload, counts, make
 from .options import BadOption
 
 NAIVE = "naive GSPO"  # always measured: errors and times are divided by its errors and times
@@ -152,39 +152,37 @@ def _failure_recorded(record: Record) -> Iterator[None]:
 
 
 def check(
-    w: Workload, chosen: list[Candidate], olds: dict[str, Old], records: dict[str, Record], tick: Tick, small: Workload
+    w: Workload,
+    chosen: list[Candidate],
+    olds: dict[str, torch.Tensor],
+    records: dict[str, Record],
+    tick: Tick,
+    small: Workload,
 ) -> dict[str, truth.Sizes]:
     """Record each candidate's errors relative to float64, and `wrong` if one is too large. Return sizes of the results.
 
     The limit depends on naive PyTorch's errors in the same dtype, measured on `small`: the batch, or fewer tokens with
-    the same head if full logits of the batch do not fit. GSPO's candidates come first and GRPO's second, so that only
-    one float64 gradient of the head is in memory.
+    the same head if full logits of the batch do not fit.
     """
     sizes = {}
-    for per_token in (False, True):
-        group = [candidate for candidate in chosen if candidate.per_token == per_token]
-        if not group:
-            continue
-        true = truth.truth(w, per_token)
-        naive = ALL["naive GRPO" if per_token else NAIVE]
-        small_truth = true if small is w else truth.truth(small, per_token)
-        base = truth.errors(naive.step(small, naive.old(small)), small_truth)
-        for candidate in group:
-            tick(f"gradients of {candidate.name}")
-            record = records[candidate.name]
-            with _failure_recorded(record):
-                result = candidate.step(w, olds[candidate.name])
-                sizes[candidate.name] = truth.sizes(result)
-                error = truth.errors(result, true)
-                del result
-                if w.hidden.is_cuda and "peak_bytes" not in record:  # this process's allocator counts the step
-                    step = partial(candidate.step, w, olds[candidate.name])
-                    record["peak_bytes"] = measure.peak_bytes(step, w.hidden.device)
-                record["error"] = error._asdict() | {"worst": error.worst}
-                record["error_over_naive"] = error.worst / base.worst
-                if wrong := truth.verdict(error, base, candidate.budget):
-                    record["wrong"] = wrong
-        del true, small_truth
+    true = truth.truth(w)
+    small_truth = true if small is w else truth.truth(small)
+    base = truth.errors(ALL[NAIVE].step(small, ALL[NAIVE].old(small)), small_truth)
+    for candidate in chosen:
+        tick(f"gradients of {candidate.name}")
+        record = records[candidate.name]
+        with _failure_recorded(record):
+            result = candidate.step(w, olds[candidate.name])
+            sizes[candidate.name] = truth.sizes(result)
+            error = truth.errors(result, true)
+            del result
+            if w.hidden.is_cuda and "peak_bytes" not in record:  # this process's allocator counts the step
+                step = partial(candidate.step, w, olds[candidate.name])
+                record["peak_bytes"] = measure.peak_bytes(step, w.hidden.device)
+            record["error"] = error._asdict() | {"worst": error.worst}
+            record["error_over_naive"] = error.worst / base.worst
+            if wrong := truth.verdict(error, base, candidate.budget):
+                record["wrong"] = wrong
     return sizes
 
 

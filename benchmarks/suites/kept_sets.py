@@ -1,6 +1,6 @@
 """Measure log-probs over kept sets and of extra ids: time, peak memory and errors of the gradients.
 
-    python -m gspo_kernels.benchmarks kept_sets
+    python -m gspo_kernels.benchmarks kept_sets    on a GPU; with --tiny, a trial on any device
 
 Four ways to compute log-probs over a sampler's kept ids, forward and backward: logits of the full vocabulary with a
 mask, a copy of the head's rows of all ids (SkyRL's way), ours, and for comparison our log-probs over the full
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from gspo_kernels import KeptSets, linear_log_probs
 
-from ..measure import Record, destination, fresh, interleaved, no_room, over, peak_bytes, save, spread
+from ..measure import Record, destination, interleaved, no_room, peak_bytes, save, spread
 from ..peaked import FIRST_ID
-from .options import DTYPES, device_of, parser_of, positive, say
+from .options import device_of, parser_of, positive, say
 
 SIZES = (1, 2, 8, 64, 1024)  # mean number of ids in a set
 EXTRA = (1, 32, 128)  # extra ids per token
@@ -41,8 +41,7 @@ class Shape(NamedTuple):
     vocab: int  # V
 
 
-ON_GPU = Shape(8192, 4096, 151_936)
-ON_CPU = Shape(1024, 512, 32_000)
+FULL_SHAPE = Shape(8192, 4096, 151_936)
 TINY = Shape(48, 32, 300)
 
 
@@ -143,13 +142,6 @@ def errors(way: Callable[[Batch], Tensor], batch: Batch) -> float:
     return max(((ours - truth).norm() / truth.norm()).item() for ours, truth in pairs)
 
 
-def peak(shape: list[int], kind: str, count: int, dtype: str, name: str) -> int:
-    """Measure the peak memory of a way on a CPU, in a new process."""
-    batch = make(Shape(*shape), kind, count, getattr(torch, dtype), torch.device("cpu"))
-    gradients(WAYS[name], make(TINY, kind, min(count, 8), getattr(torch, dtype), torch.device("cpu")))  # warm-up
-    return peak_bytes(partial(gradients, WAYS[name], batch), torch.device("cpu"))
-
-
 def measured(shape: Shape, kind: str, count: int, dtype: str, rounds: int, device: torch.device) -> Record:
     """Measure all ways on one batch."""
     batch = make(shape, kind, count, getattr(torch, dtype), device)
@@ -157,11 +149,7 @@ def measured(shape: Shape, kind: str, count: int, dtype: str, rounds: int, devic
     record: Record = {"kind": kind, "count": count}
     if batch.sets is not None:
         sizes = batch.sets.sizes.double()
-        record |= {
-            "mean": sizes.mean().item(),
-            "largest": int(sizes.max()),
-            "singletons": (sizes == 1).double().mean().item(),
-        }
+        record |= {"mean": sizes.mean().item(), "largest": int(sizes.max())}
     rows: dict[str, Record] = {name: {"name": name} for name in names}
     for name in names:
         say(f"{kind} {count}, {dtype}: {name}, error and memory")
@@ -170,10 +158,7 @@ def measured(shape: Shape, kind: str, count: int, dtype: str, rounds: int, devic
                 rows[name]["error"] = errors(WAYS[name], batch)
             run = partial(gradients, WAYS[name], batch)
             run()
-            arguments = {"shape": list(shape), "kind": kind, "count": count, "dtype": dtype, "name": name}
-            on_gpu = device.type == "cuda"
-            size = peak_bytes(run, device) if on_gpu else fresh("suites.kept_sets", "peak", **arguments)
-            rows[name]["peak_bytes"] = size
+            rows[name]["peak_bytes"] = peak_bytes(run, device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             if not no_room(error):
                 raise
@@ -184,7 +169,7 @@ def measured(shape: Shape, kind: str, count: int, dtype: str, rounds: int, devic
     runs = {name: partial(gradients, WAYS[name], batch) for name in names if "does_not_fit" not in rows[name]}
     seconds = interleaved(runs, rounds, device)
     for name, taken in seconds.items():
-        rows[name] |= spread(taken) | {"over_vocabulary": over(taken, seconds[VOCABULARY])}
+        rows[name] |= spread(taken)
     return record | {"ways": list(rows.values())}
 
 
@@ -192,11 +177,12 @@ def main() -> None:
     parser = parser_of("kept_sets", __doc__)
     parser.add_argument("--rounds", type=positive, default=5, help="timed runs of each way")
     parser.add_argument("--device", type=device_of, default=str(device_of(None)))
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
     options = parser.parse_args()
     device = options.device
-    shape = TINY if options.tiny else ON_GPU if device.type == "cuda" else ON_CPU
-    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    if device.type == "cpu" and not options.tiny:
+        parser.error("--device: expected a GPU, or --tiny, got 'cpu'")
+    shape = TINY if options.tiny else FULL_SHAPE
+    dtype = "bfloat16"
     output = destination("kept_sets", device, options.output, options.tiny)
     records = []
     for kind, counts in (("sets", SIZES), ("extra", EXTRA)):

@@ -3,20 +3,20 @@
     python -m gspo_kernels.benchmarks step --time      for several numbers of tokens (100 minutes on two cores)
     python -m gspo_kernels.benchmarks step --memory    peak memory only, for more tokens (an hour on two cores)
     python -m gspo_kernels.benchmarks step --vocab     for several vocabularies (half an hour)
-    python -m gspo_kernels.benchmarks step --time --scenario dense --dtype bfloat16    a part of --time
 
 Without these options, --time and --memory are measured. Both are parts of one JSON file; with one option, only that
 part is replaced. --time measures `rl-like` batches, as in training, for every number of tokens. For the largest number
 it also measures `dense` batches (our worst case), `long` batches (because Liger's loss has a cost per sequence) and, on
-a CPU, bf16 batches. With --tiny, --scenario, --dtype or --against, the results go to runs/trials/.
+a CPU, bf16 batches. `gspo bench` measures a single batch.
 """
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from rich.console import Console
 
 from .. import bench_table
@@ -24,7 +24,7 @@ from ..candidates import Candidate
 from ..measure import Record, destination, save, save_part
 from ..workloads import MODELS, SCENARIOS, Head, Spec, counts
 from . import bench
-from .options import DTYPES, device_of, parser_of, positive, say
+from .options import device_of, parser_of, say
 
 
 class Sizes(NamedTuple):
@@ -53,14 +53,14 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
     return runs
 
 
-def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
-    """The batches of --time, or only those that --scenario and --dtype select."""
+def timed_specs(sizes: Sizes, device: torch.device, dtype: str) -> list[Spec]:
+    """The batches of --time."""
     most = max(sizes.tokens)
-    points = [(scenario, count, options.dtype) for scenario in options.scenario for count in sizes.tokens]
-    points = [point for point in points if point[0] == "rl-like" or point[1] == most]
-    if options.full_sweep and options.device.type == "cpu":
+    points = [("rl-like", count, dtype) for count in sizes.tokens]
+    points += [(scenario, most, dtype) for scenario in ("dense", "long")]
+    if device.type == "cpu":
         points.append(("rl-like", most, "bfloat16"))
-    return [Spec(sizes.head, count, scenario, dtype, str(options.device)) for scenario, count, dtype in points]
+    return [Spec(sizes.head, count, scenario, dtype, str(device)) for scenario, count, dtype in points]
 
 
 def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
@@ -77,47 +77,36 @@ def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
     return points
 
 
-def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
-    """Parse the command line: options, sizes and candidates. For a bad option, exit with a message."""
+def parsed() -> tuple[argparse.Namespace, dict[str, Path]]:
+    """Parse the command line: options, and the file of each suite. For a bad option, exit with a message."""
     parser = parser_of("step", __doc__)
     parser.add_argument("--time", action="store_true", help="time, memory and passes for several numbers of tokens")
     parser.add_argument("--memory", action="store_true", help="peak memory for more tokens")
     parser.add_argument("--vocab", action="store_true", help="time, memory and passes for several vocabularies")
-    parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="for --time (default: rl-like dense long)")
-    parser.add_argument("--rounds", type=positive, help="interleaved timed runs of each candidate")
-    default = "default: all that are installed; with --tiny: torch"
-    parser.add_argument("--against", type=bench.candidates, help=f"libraries, such as trl,liger ({default})")
     parser.add_argument("--device", type=device_of, default=str(device_of(None)))
-    parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
     options = parser.parse_args()
     if not (options.time or options.memory or options.vocab):
         options.time = options.memory = True
-    on_gpu = options.device.type == "cuda"
-    sizes = TINY if options.tiny else ON_GPU if on_gpu else ON_CPU
-    sizes = sizes._replace(rounds=options.rounds or sizes.rounds)
-    chosen = options.against or bench.candidates("torch" if options.tiny else None)
-    options.full_sweep = not (options.tiny or options.dtype or options.scenario)
-    place = partial(destination, path=options.output, trial=bool(options.against) or not options.full_sweep)
-    options.paths = {"step": place("step", options.device)} if options.time or options.memory else {}
-    options.paths |= {"vocab": place("vocab", options.device)} if options.vocab else {}
-    if len(options.paths) > 1 and options.output:
+    suites = ["step"] * (options.time or options.memory) + ["vocab"] * options.vocab
+    if len(suites) > 1 and options.output:
         parser.error("--output: --vocab writes another file than --time and --memory: expected --vocab without them")
-    options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    options.scenario = options.scenario or (("rl-like",) if options.tiny else ("rl-like", "dense", "long"))
-    return options, sizes, chosen
+    return options, {suite: destination(suite, options.device, options.output, options.tiny) for suite in suites}
 
 
 def main() -> None:
-    options, sizes, chosen = parsed()
+    options, paths = parsed()
     device = options.device
-    paths = options.paths
+    on_gpu = device.type == "cuda"
+    sizes = TINY if options.tiny else ON_GPU if on_gpu else ON_CPU
+    chosen = bench.candidates("torch" if options.tiny else None)
+    dtype = "bfloat16" if on_gpu else "float32"
     if options.time:
-        runs = sweep(timed_specs(options, sizes), chosen, sizes.rounds)
+        runs = sweep(timed_specs(sizes, device, dtype), chosen, sizes.rounds)
         print(save_part("step", device, "time", {"runs": runs}, paths["step"]))
     if options.memory:
-        specs = [Spec(sizes.head, count, "rl-like", options.dtype, str(device)) for count in sizes.memory_tokens]
+        specs = [Spec(sizes.head, count, "rl-like", dtype, str(device)) for count in sizes.memory_tokens]
         print(save_part("step", device, "memory", {"points": memory_points(specs, chosen)}, paths["step"]))
     if options.vocab:
         heads = [Head(sizes.head.width, vocab) for vocab in sizes.vocabs]
-        specs = [Spec(head, sizes.vocab_tokens, "rl-like", options.dtype, str(device)) for head in heads]
+        specs = [Spec(head, sizes.vocab_tokens, "rl-like", dtype, str(device)) for head in heads]
         print(save("vocab", device, {"runs": sweep(specs, chosen, sizes.rounds)}, paths["vocab"]))

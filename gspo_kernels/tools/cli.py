@@ -283,9 +283,7 @@ def bench(
             "that are installed)"
         ),
     ] = None,
-    scenario: Annotated[
-        str | None, typer.Option(help="dense, rl-like, on-policy, kl or long. (default: rl-like)")
-    ] = None,
+    scenario: Annotated[str | None, typer.Option(help="dense, rl-like or long. (default: rl-like)")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. (default: bfloat16 on a GPU, else float32)")
     ] = None,
@@ -305,7 +303,7 @@ def bench(
 ) -> None:
     """Measure time and memory of loss and gradients, and compare with other implementations.
 
-    All candidates compute the same loss and gradients from the same batch; only naive GRPO has a different loss.
+    All candidates compute the same loss and gradients from the same batch.
     Gradients are first compared with float64, and candidates whose gradients are wrong are not timed. Timed runs
     alternate between candidates. Peak memory is measured in a separate process.
     """
@@ -347,23 +345,9 @@ def compare(
             "windows."
         ),
     ] = "dense",
-    task: Annotated[
-        str | None,
-        typer.Option(help="sorting, long-sorting or format. (default: sorting; with --study long long-sorting)"),
-    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective and setting.")] = "0,1,2,3,4",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Rollouts per training. (default: 40; with --study long 14)")
-    ] = None,
-    learning_rates: Annotated[
-        str | None, typer.Option(help="AdamW's. (default: 5e-4,1.5e-3,5e-3; rounding: 1.5e-3; long: 5e-4)")
-    ] = None,
-    updates: Annotated[
-        str | None,
-        typer.Option(
-            help="Optimizer updates per rollout; each must divide its answers: 128, or 64 with long-sorting. "
-            "(default: 4,8; rounding and long: 4)"
-        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file. (default: in runs/compare/)")] = None,
 ) -> None:
@@ -371,7 +355,7 @@ def compare(
 
     Each objective is trained at every setting of a grid (learning rates by updates), and compared at its own best
     setting and over the grid. Prints rewards, their differences with 95 % intervals, clip fractions and collapses, and
-    writes the results. The default grid has 60 trainings.
+    writes the results. The study "dense" has 60 trainings.
     """
     try:
         from gspo_kernels.benchmarks.studies.compare import run
@@ -381,7 +365,7 @@ def compare(
     if not console.is_terminal:
         console.width = 160  # fixed, so that tables in a log do not wrap
     try:
-        run(objectives, study, task, seeds, steps, learning_rates, updates, output, console)
+        run(objectives, study, seeds, steps, output, console)
     except ValueError as error:  # InputError: an option cannot be used
         fail(error)
 

@@ -153,7 +153,7 @@ def test_the_peaks_of_others_are_those_that_were_measured() -> None:
         "Liger fused CE": "Liger's fused cross-entropy",
         "cut-cross-entropy": "cut-cross-entropy",
     }
-    shapes = {"rl-4k": (4096, 4096, 151_936), "rl-8k": (8192, 4096, 151_936), "rl-32k": (32_768, 4096, 151_936)}
+    shapes = {"rl-4k": (4096, 4096, 151_936), "rl-32k": (32_768, 4096, 151_936)}
     shapes |= {"D": (8192, 4096, 151_936), "A": (4096, 4096, 131_072), "C": (4096, 896, 151_936)}
     compared = set()
     for group, shape in shapes.items():

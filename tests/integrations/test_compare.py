@@ -113,11 +113,10 @@ def test_collapse_and_differences() -> None:
     assert found == expected and len(scores.changes(runs)) == 2
 
 
-def test_the_command_writes_results(tmp_path: Path) -> None:
+def test_the_command_writes_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "compare-cpu.json"
-    arguments = ["compare", "--objectives", "gspo,grpo", "--seeds", "0", "--steps", "1", "--output", str(path)]
-    arguments += ["--learning-rates", "1e-3,3e-3", "--updates", "4"]
-    result = CliRunner().invoke(app, arguments)
+    monkeypatch.setitem(compare.STUDIES, "dense", compare.Study(learning_rates=(1e-3, 3e-3), updates=(4,)))
+    result = CliRunner().invoke(app, ["compare", "--seeds", "0", "--steps", "1", "--output", str(path)])
     assert result.exit_code == 0, result.output
     assert "GRPO" in result.output and str(path) in result.output
     saved = json.loads(path.read_text())
@@ -133,10 +132,7 @@ def test_the_command_writes_results(tmp_path: Path) -> None:
         (["--objectives", "gspo,gsop"], "--objectives: "),
         (["--study", "mix"], "--study: expected dense, rounding, long, got 'mix'"),
         (["--seeds", "1,1"], "got '1,1'"),
-        (["--learning-rates", "fast"], "--learning-rates: expected different numbers separated by commas"),
-        (["--learning-rates", "0"], "--learning-rates, --updates: learning_rate: expected a number above 0"),
-        (["--updates", "3"], "updates_per_rollout: expected a divisor of the 128 answers of a rollout"),
-        (["--seeds", f"0,{2**32}"], "--seeds: expected at most 10 numbers from 0 to 2**32 - 1, got '0,4294967296'"),
+        (["--seeds", f"0,{2**32}"], "--seeds: expected at most 10 different numbers from 0 to 2**32 - 1, such as"),
     ],
 )
 def test_bad_options_of_compare_print_one_line(option: list[str], message: str, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def _lines_of(planned: Any) -> list[str]:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
     lines = ["Memory on top of the inputs, and passes of a dense step:"]
-    rl_like = " RL-like: 3 of 8 sequences have no gradient: 2 have an advantage of 0, and 1 is clipped."
+    rl_like = " RL-like, as in gspo bench: of 8 sequences, 2 have advantage 0 and 1 is clipped."
     of_rows = "rows"
     if planned.tokens_run < planned.tokens:
         lines = [

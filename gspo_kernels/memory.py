@@ -26,8 +26,8 @@ MIB = 2**20
 PADDED_TO = 128  # Megatron's default for --make-vocab-size-divisible-by, which it multiplies by the number of ranks
 MEMORY_GIB = (80, 140)  # GPU memory sizes for which the plan lists the default cache if this machine has no GPU
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # cache sizes in the table, as shares of a cache for all rows
-# The RL-like step has the batch of `gspo bench` with 8 sequences. 2 have advantage 0, which is known before the forward, so
-# nothing is kept for them. 1 is clipped; its exponentials still take up space in the cache.
+# The RL-like step has the batch of `gspo bench` with 8 sequences. 2 have advantage 0, which is known before the
+# forward, so nothing is kept for them. 1 is clipped; its exponentials still take up space in the cache.
 LIVE, MAY_BE_LIVE = 5 / 8, 6 / 8
 NARROWEST_TILE = 128  # columns, of all block shapes for half precision and fp32
 TILE_OF_TRL = (4096, 32768)  # rows and columns of a tile of logits in TRL 1.16's head

@@ -103,7 +103,7 @@ def gspo_fused_loss(
             leave out, in [0, 1); 0 is exact (docs/concepts/backward.md). It cannot be combined with
             objective.entropy_coef, because the mass does not bound the gradient of the entropy.
         cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps so that the backward does not
-            recompute these logits (docs/concepts/backward.md). Log-probs have the same bits for every size. None: the
+            recompute these logits (docs/concepts/backward.md). Log-probs do not depend on it. None: the
             environment variable GSPO_CACHE_MIB or, if it is not set, the device's default.
         tp_group, reduce_hidden: for a vocabulary sharded over ranks, see `linear_log_probs`.
         cp_group: for sequences sharded over ranks, see `policy_loss`.

@@ -143,8 +143,8 @@ def trl_head_bytes(tokens: int, width: int, vocab: int, item: int, frozen: bool 
 
         (4 + r) H (N + V) + item * min(N, 4,096) * 32,768
 
-    r is the size of an operand's element, or 0 in fp32, which needs no rounded copy. Without a gradient of the head, V
-    is 0 in this formula. Under autocast, r is 0, and the head casts two parts of the weight and one of the rows.
+    r is the size of an operand's element, or 0 in fp32, which needs no rounded copy. For a frozen head,
+    V is 0 in this formula. Under autocast, r is 0, and the head casts two parts of the weight and one of the rows.
 
     Args:
         tokens: N, the unmasked tokens.

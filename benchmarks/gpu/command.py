@@ -93,28 +93,13 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def asked(*command: str, seconds: int) -> tuple[list[str], str]:
-    """Run a program. Return the lines that it prints, and the reason if it failed, else ""."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return [], f"no answer in {seconds} s"
-    except OSError as error:
-        return [], str(error)
-    if done.returncode:
-        return [], f"exit status {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}"
-    return done.stdout.splitlines(), ""
-
-
 def installed() -> str:
     """The versions in use, the absent packages that groups need, and the GPU as its driver describes it."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
-    gpus, fault = asked(*query, seconds=20) if shutil.which(query[0]) else ([], "")
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout.splitlines() if shutil.which(query[0]) else []
     versions = ", ".join(f"{name} {number}" for name, number in about(CPU)["versions"].items())
-    packages = dict.fromkeys(c.package for c in ALL.values())
-    absent = ", ".join(name for name in packages if version(name) is None)
-    lines = [*gpus, f"nvidia-smi failed: {fault}" if fault else "", versions]
-    return "\n".join(filter(None, [*lines, f"not installed, so not measured: {absent}" if absent else ""]))
+    absent = ", ".join(name for name in dict.fromkeys(c.package for c in ALL.values()) if version(name) is None)
+    return "\n".join([*gpus, versions, *([f"not installed, so not measured: {absent}"] if absent else [])])
 
 
 def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import statistics
-import subprocess
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..measure import Record, about, results_in, save
+from ..measure import about, results_in, save
 from . import times, tune
 from .times import FULL, SHAPES, Measurement, Setting
 
@@ -62,47 +56,12 @@ def run_group(name: str, setting: Setting, path: Path) -> int:
         return int(fault != "")
 
     store(UNFINISHED)
-    with watched(setting) as state:
-        for what, measurement in GROUPS[name].run(setting):
-            try:
-                records += measurement()
-            except Exception:  # any error: later measurements still run
-                traceback.print_exc()
-                records.append({"what": what, "fault": traceback.format_exc(limit=-6)})
-            print(f"{what}: done after {time.monotonic() - start:.1f} s", flush=True)
-            store(UNFINISHED)
-    head |= state
-    return store(next((r["fault"] for r in records if r.get("fault")), ""))
-
-
-@contextmanager
-def watched(setting: Setting) -> Iterator[Record]:
-    """Sample the GPU's clock, power and reasons to slow down, twice a second. At the end, fill the record."""
-    state: Record = {}
-    if not (setting.on_gpu and shutil.which("nvidia-smi")):
-        yield state
-        return
-    names = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active", "utilization.gpu")
-    uuid = str(torch.cuda.get_device_properties(setting.device).uuid)
-    query = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={','.join(names)}"]
-    query += ["--format=csv,noheader,nounits", "-lms", "500"]
-    with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen(query, stdout=out, stderr=subprocess.DEVNULL)
+    for what, measurement in GROUPS[name].run(setting):
         try:
-            yield state
-        finally:
-            process.kill()
-            process.wait()
-        out.seek(0)
-        rows = [line.strip().split(", ") for line in out if line.count(", ") == len(names) - 1]
-    number = re.compile(r"\d+(\.\d+)?").fullmatch  # a card may report [N/A]
-    busy = [row for row in rows if all(map(number, row[:3])) and row[4].isdigit() and int(row[4]) > 50]
-    if busy:
-        clocks, power, heat = ([float(row[i]) for row in busy] for i in range(3))
-        state["gpu state"] = {
-            "samples": len(busy),
-            "SM MHz": {"least": min(clocks), "median": statistics.median(clocks), "most": max(clocks)},
-            "W": {"median": statistics.median(power), "most": max(power)},
-            "most degrees C": max(heat),
-            "reasons to slow down": sorted({row[3] for row in busy}),
-        }
+            records += measurement()
+        except Exception:  # any error: later measurements still run
+            traceback.print_exc()
+            records.append({"what": what, "fault": traceback.format_exc(limit=-6)})
+        print(f"{what}: done after {time.monotonic() - start:.1f} s", flush=True)
+        store(UNFINISHED)
+    return store(next((r["fault"] for r in records if r.get("fault")), ""))

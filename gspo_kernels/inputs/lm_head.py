@@ -50,9 +50,9 @@ def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: T
     The hooks of `parallelize_module` expect a DTensor as the module's output, so only its input hooks fire: they
     gather hidden states that are sharded over tokens. `function` receives a plain tensor.
 
-    Modules inside a PEFT head may be FSDP units of their own, or have hooks of ZeRO-3 or accelerate. They are called in
-    the same way, one inside the other, so that all parameters of the head are available while `function` runs, and so
-    that FSDP and ZeRO-3 reduce the gradients of all of them.
+    Modules inside a PEFT head may be FSDP units of their own, or have hooks of ZeRO-3 or accelerate. Their forwards are
+    nested in the same way. So all parameters of the head are gathered while `function` runs, and FSDP and ZeRO-3 reduce
+    all of their gradients.
     """
     for module in reversed(take_apart(lm_head).called):
         if module is lm_head or _must_be_called(module):

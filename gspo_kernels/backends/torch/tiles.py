@@ -85,7 +85,7 @@ def tile_shape(device: torch.device, dtype: torch.dtype, workspace: int) -> tupl
 def operand_dtype(device: torch.device, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which operands of dtype `dtype` are multiplied, for sums in `sum_dtype`.
 
-    Half precision only if the products accumulate in fp32.
+    Operands stay in half precision only where the matmul accumulates in fp32.
     """
     tensor_cores = device.type == "cuda" and not refuses_mixed_products()
     return dtype if tensor_cores and dtype.itemsize == 2 else sum_dtype

@@ -18,7 +18,7 @@ from ..huggingface.fused_head import base_model
 from .chat import check_variables
 from .config import InputError, TrainConfig
 from .distributed import shard, world
-from .policy import SORTING, Policy, cast, check_head, demo_policy, make_policy, merged
+from .policy import SORTING, Policy, cast, demo_policy, make_policy, merged
 
 ADAPTER = "adapter_config.json"  # the file by which a folder is recognized as an adapter
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -43,7 +43,6 @@ def policy_of_seed(config: TrainConfig, seed: int, characters: str, device: torc
     set_seed(seed)
     policy = initial_policy(config, characters)
     policy.model.to(device)
-    check_head(policy, config.backend)
     if config.needs_reference and not config.lora_rank:
         set_seed(seed)
         policy.initial = initial_policy(config, characters)

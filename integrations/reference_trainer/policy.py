@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gspo_kernels import linear_log_probs
 from gspo_kernels.inputs.lm_head import is_a
 
 from ..huggingface import FusedHead, fuse_head
@@ -246,31 +244,6 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
 def decoder_config(model: Any) -> Any:
     """The configuration of the language model, which may be part of a larger model."""
     return model.config.get_text_config(decoder=True)
-
-
-def check_head(policy: Policy, backend: str) -> None:
-    """Run the model and its head once. `fuse_head` has compared the log-probs with the model's logits.
-
-    Raises:
-        InputError: the loss does not support the model, device and backend; or the routers' loss is counted, but the
-            model does not return it.
-    """
-    ids = torch.arange(8, device=policy.device)[None] % decoder_config(policy.inner).vocab_size  # [1, 8]
-    rollout = SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), prompt_width=1)
-
-    def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
-        return linear_log_probs(hidden, head, ids[:, 1:], backend=backend, **options).log_probs
-
-    try:
-        with torch.no_grad():
-            _, output = policy.run(rollout, log_probs, train=True)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the loss does not support this model, device and backend: {error}") from error
-    if policy.router_loss_weight and getattr(output, "aux_loss", None) is None:
-        raise InputError(
-            f"model: the checkpoint's config has router_aux_loss_coef={policy.router_loss_weight:g}, but "
-            f"{type(policy.inner).__name__} returns no aux_loss: set it to 0 to train without the routers' loss"
-        )
 
 
 def demo_policy(characters: str = SORTING) -> Policy:

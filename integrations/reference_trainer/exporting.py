@@ -16,7 +16,7 @@ from .checkpoints import check_form, replacing
 from .config import InputError, TrainConfig
 from .held_out import held_out_results, sentence
 from .loading import ADAPTER, load_adapter, located, weight_dtype
-from .policy import MERGE_LOSS, merged, rounded_away
+from .policy import ROUNDED, merged
 from .report import MODEL_STATE, model_of_run, read_rows
 from .resuming import read_run, versions
 
@@ -47,7 +47,7 @@ def export(
         dtype: float32, bfloat16 or float16, to which weights are rounded; None: float32 for a merged adapter, otherwise
             the model's own. Rounding a merged adapter to 16 bits may lose most of its change.
         adapter: write the adapter itself, in PEFT's format, instead of merging it.
-        say: prints a line with the size, and one if rounding loses more than `MERGE_LOSS` of the change.
+        say: prints a line with the size, and one if a merged adapter is rounded to 16 bits.
 
     Raises:
         InputError: there is no such run, seed, model or base, an option does not apply, or `out` has files.
@@ -73,7 +73,8 @@ def export(
         raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is not one: {reason}")
     tokenizer = AutoTokenizer.from_pretrained(model)
     trained_in = weight_dtype(TrainConfig(precision=options["precision"], parallel=options["parallel"]))
-    lost = ""
+    target = dtype or ("float32" if is_adapter else "auto")
+    rounds = is_adapter and target not in ("float32", "auto")
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as partial:
         if adapter:
@@ -84,20 +85,19 @@ def export(
             usage = usage_of_adapter(out.name, settings, trained_in)
         else:
             if is_adapter:
-                target = getattr(torch, dtype or "float32")
-                written, loss = merged(load_adapter(str(model), tokenizer, {"dtype": trained_in}, base), target)
-                lost = rounded_away(loss, dtype) if loss > MERGE_LOSS else ""
+                adapted = load_adapter(str(model), tokenizer, {"dtype": trained_in}, base)
+                written = merged(adapted, getattr(torch, target))
             else:
-                written = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto")
+                written = AutoModelForCausalLM.from_pretrained(model, dtype=target)
             set_ends(written.generation_config, tokenizer)
             written.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-            usage = usage_of_model(out.name, str(written.dtype).removeprefix("torch."), is_adapter, lost)
+            usage = usage_of_model(out.name, str(written.dtype).removeprefix("torch."), is_adapter, rounds)
         card(run, options, record, model, usage, "peft" if adapter else "transformers").save(partial / "README.md")
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
     say(f"{'adapter' if adapter else 'model'}: {out}, {size:.3g} GB; its model card: {out / 'README.md'}")
-    if lost:
-        say(f"--dtype {dtype}: {lost}; --dtype float32 or --adapter keeps the change")
+    if rounds:
+        say(f"--dtype {dtype}: {ROUNDED}; --dtype float32 or --adapter keeps it")
     return out
 
 
@@ -110,16 +110,16 @@ def set_ends(config: GenerationConfig, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def usage_of_model(name: str, dtype: str, is_merged: bool, lost: str) -> str:
+def usage_of_model(name: str, dtype: str, is_merged: bool, rounds: bool) -> str:
     """How to load an exported model.
 
     Args:
         is_merged: the model is an adapter, merged into its base.
-        lost: what rounding the merged weights has lost, or "".
+        rounds: the merged weights are rounded to 16 bits.
     """
     origin = "The trained LoRA adapter is merged into its base in fp32" if is_merged else "This is the trained model"
-    if lost:
-        origin += f". {lost.capitalize()}, so answers may differ from those of the result below"
+    if rounds:
+        origin += f". {ROUNDED.capitalize()}, so answers may differ from those of the result below"
     flag = " --dtype float32" if dtype == "float32" else ""  # vLLM's default would round to 16 bits
     return f"""{origin}. The weights are {dtype}.
 

@@ -78,13 +78,13 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
     place, missing = located(source)
     is_adapter = (Path(place) / ADAPTER).is_file()
     options: dict[str, Any] = {"dtype": weight_dtype(config) if config else torch.float32}
-    merge_loss = 0.0
+    rounds_merged = is_adapter and merge and options["dtype"] != torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
         if is_adapter:
             model = load_adapter(place, tokenizer, options)
             if merge:
-                model, merge_loss = merged(model, options["dtype"])
+                model = merged(model, options["dtype"])
                 model.requires_grad_(True)
         else:
             model = AutoModelForCausalLM.from_pretrained(place, **options)
@@ -93,7 +93,7 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
             raise
         raise InputError(f"model {source}: {missing}: {' '.join(str(error).split())}") from error
     policy = prepared(model, tokenizer, config or TrainConfig())
-    policy.merge_loss = merge_loss
+    policy.rounds_merged = rounds_merged
     return policy
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,7 @@ from ..huggingface.fused_head import base_model
 from .config import InputError
 
 SORTING = "abcdefsort :"  # the characters of the sorting task
-MERGE_LOSS = 0.05  # share of an adapter's change that rounding the merged weights may lose without a message
+ROUNDED = "rounding merged weights to 16 bits may lose most of the adapter's change"
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
@@ -38,7 +36,7 @@ class Policy:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     checkpointing: bool = False  # recompute activations in the backward
-    merge_loss: float = 0.0  # share of an adapter's change that rounding the merged weights has lost (`merged`)
+    rounds_merged: bool = False  # the weights are a merged adapter's, rounded to 16 bits
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
 
     @property
@@ -135,50 +133,34 @@ class Policy:
         inner = self.inner
         copied: Any = get_peft_model(AutoModelForCausalLM.from_config(inner.config).float(), settings)
         copied.load_state_dict(self.model.state_dict() if weights is None else weights)
-        model, _ = merged(copied)
+        model = merged(copied)
         model.generation_config = self.checkpoint_generation_config
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
-def merged(adapted: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, float]:
+def merged(adapted: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Merge the adapter of a PEFT model into its weights in fp32. Round all weights to `dtype`.
 
     If the embeddings or the head have an adapter and share their weight, the head gets a weight of its own. Otherwise
     merging would change both.
 
     Returns:
-        The transformers model, and the share of the change that rounding loses: |rounded - merged| / |merged - base|,
-        with Euclidean norms over the adapted weights. In fp32 it is 0.
+        The transformers model.
 
     Raises:
         InputError: PEFT cannot merge this adapter.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    inner = base_model(adapted.float())
-    untie(inner)
-    lost = change = 0.0
-    for layer in [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]:
-        weights = dict(layer.get_base_layer().named_parameters(recurse=False))
-        before = {name: weight.detach().clone() for name, weight in weights.items()}
-        try:
-            layer.merge()
-        except RuntimeError as error:
-            raise InputError(f"model: PEFT cannot merge the adapter: {error}") from error
-        for name, weight in weights.items():
-            moved = float((weight.detach() - before[name]).norm())
-            if moved:
-                lost += float((weight.detach().to(dtype).float() - weight.detach()).norm()) ** 2
-                change += moved**2
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All adapters are already merged")
+    untie(base_model(adapted.float()))
+    try:
         model = cast(adapted.merge_and_unload(), dtype)
+    except RuntimeError as error:
+        raise InputError(f"model: PEFT cannot merge the adapter: {error}") from error
     left = [name for name, module in model.named_modules() if is_a(module, "peft")]
     if left:  # such as one of two adapters of a layer
         raise InputError(f"model: PEFT cannot merge the adapter: it leaves a part of it in {left[0]}")
     model.name_or_path = ""  # these weights are in no folder
-    return model, math.sqrt(lost / change) if change else 0.0
+    return model
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
@@ -186,11 +168,6 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     return model
-
-
-def rounded_away(merge_loss: float, dtype: object) -> str:
-    """Say what rounding merged weights to `dtype` has lost."""
-    return f"rounding the merged weights to {dtype} loses {merge_loss:.0%} of the adapter's change"
 
 
 def untie(model: Any) -> None:

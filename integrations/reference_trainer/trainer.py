@@ -39,7 +39,7 @@ from .held_out import (
 from .loading import experts_without_lora, pick_device, policy_of_seed, set_seed
 from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
-from .policy import MERGE_LOSS, PRINTABLE, Policy, rounded_away
+from .policy import PRINTABLE, ROUNDED, Policy
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
@@ -267,9 +267,8 @@ class Training(Learner):
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:
             say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
-        if self.policy.merge_loss > MERGE_LOSS:
-            lost = rounded_away(self.policy.merge_loss, str(self.policy.head.weight.dtype).removeprefix("torch."))
-            say(f"model: {lost}; with precision=fp32 or autocast, weights keep it")
+        if self.policy.rounds_merged:
+            say(f"model: {ROUNDED}; with precision=fp32 or autocast, weights keep it")
         say(self.skipping.description)
         if config.updates_per_rollout * config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
@@ -307,22 +306,12 @@ class Training(Learner):
 
         Args:
             first: the metrics of that evaluation.
-
-        Raises:
-            InputError: that evaluation had another number of prompts.
         """
-        start = first["eval_rewards"]
-        prompts = len(self.task.held_out)
-        if len(start["total"]) != prompts:
-            raise InputError(
-                f"max_prompt_tokens: expected a limit that leaves {len(start['total'])} held-out prompts, as when "
-                f"{self.folder.path} was started, got {self.config.max_prompt_tokens}, which leaves {prompts}"
-            )
         now = defined_by(self.config, self.policy, self.task)
         for name in [name for name, digest in now.items() if digest == ""]:
             self.progress.say(f"resume: the {name} cannot be read, so changes to it go unnoticed")
         self.incomparable = changes_between(first["eval_defined_by"], now)
-        return None if self.incomparable else start
+        return None if self.incomparable else first["eval_rewards"]
 
     def state(self) -> dict[str, Any]:
         """The state at the end of the last step, for `restore`. All processes must call this."""

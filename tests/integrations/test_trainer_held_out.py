@@ -193,9 +193,3 @@ def test_held_out_rewards_that_something_else_defines_are_not_compared(
         assert f"resume: {note}{said}\n" in capsys.readouterr().out
         results = report.results[0].held_out
         assert sentence(results) == f"not comparable: changed since the first evaluation: {said}"
-
-
-def test_a_limit_that_leaves_other_held_out_prompts_is_refused(tmp_path: Path) -> None:
-    folder = train(small(tmp_path)).folder
-    with pytest.raises(InputError, match=r"max_prompt_tokens: expected a limit that leaves 8 .*, got 9, which leaves"):
-        train(read_config(texts=["steps=5", "max_prompt_tokens=9"], resume=folder))

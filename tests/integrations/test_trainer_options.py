@@ -330,7 +330,7 @@ def test_merging_adapters_of_tied_embeddings_keeps_the_logits(tmp_path: Path, tu
             torch.nn.init.normal_(weight, std=0.3)
     ids = torch.arange(8)[None]
     expected = adapted(ids).logits
-    model, _ = policy.merged(adapted)
+    model = policy.merged(adapted)
     model.save_pretrained(tmp_path)
     saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     for merged in (model, saved):

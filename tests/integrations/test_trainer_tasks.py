@@ -324,7 +324,6 @@ def test_prompts_use_the_chat_template(demo: policy.Policy) -> None:
     [
         (None, {"enable_thinking": False}, r"expected none, because the tokenizer has no chat template, got \{'enable"),
         (THINKS, {"enable_thinkin": False}, r"got 'enable_thinkin', which it does not \(is it 'enable_thinking'\?\)"),
-        (THINKS, {"Think": 1}, "got 'Think', which it does not"),  # text, not a variable
         ({"default": TURNS, "other": THINKS}, {"enable_thinking": True}, None),
         (THINKS, {"enable_thinking": True}, None),
         (None, {}, None),

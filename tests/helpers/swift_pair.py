@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,13 @@ from gspo_plugin import GSPOTrainer  # pyright: ignore[reportMissingImports] - w
 from swift.rlhf_trainers import GRPOTrainer  # pyright: ignore[reportMissingImports]
 from swift.trainers import TrainerFactory  # pyright: ignore[reportMissingImports]
 
-from gspo_kernels import Objective
-from gspo_kernels.integrations.trainers import ms_swift
-
-
-class Ours(GSPOTrainer):
-    if os.environ.get("PAIR_KL"):
-        _compute_loss_and_metrics = partialmethod(
-            ms_swift.loss, objective=Objective(kl_coef=float(os.environ["PAIR_KL"]))
-        )
-
 
 class Pair(GRPOTrainer):
     ours = True  # False while ms-swift's own loss is computed
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
         compute = {
-            "ours": lambda: Ours._compute_loss_and_metrics.__get__(self, Pair)(model, model_inputs, grpo_batch),
+            "ours": lambda: GSPOTrainer._compute_loss_and_metrics.__get__(self, Pair)(model, model_inputs, grpo_batch),
             "theirs": lambda: super(Pair, self)._compute_loss_and_metrics(model, model_inputs, grpo_batch),
         }
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -43,7 +32,7 @@ class Pair(GRPOTrainer):
             loss, metrics = losses()
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             gradients[name] = torch.cat([x.flatten().double() for x in found if x is not None])
-            record[name] = {"loss": loss.item(), "clipping": metrics["clipping"], "kl": metrics.get("kl")}
+            record[name] = {"loss": loss.item(), "clipping": metrics["clipping"]}
         self.ours = True
         norm = gradients["theirs"].norm()
         record["gradient"] = [norm.item(), (gradients["ours"] - gradients["theirs"]).norm().item()]

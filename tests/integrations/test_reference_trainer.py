@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_runs import hidden_states, rows_of, small, write_jsonl
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import (
@@ -235,23 +235,6 @@ def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, che
     weights: list[Any] = [before.head.weight, after.head.weight]
     assert not torch.equal(*weights)
     assert after.checkpoint_generation_config.top_k == 1  # the checkpoint's defaults are restored
-
-
-def test_logit_options_of_the_model_reach_the_loss() -> None:
-    tokenizer = policy.demo_policy().tokenizer
-    config: dict[str, Any] = dict(
-        vocab_size=15,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    gemma = policy.make_policy(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=3.0)), tokenizer)
-    assert gemma.fused.options.kwargs() == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
 
 
 @pytest.mark.parametrize(

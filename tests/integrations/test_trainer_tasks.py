@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -200,15 +199,6 @@ def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:
     finally:
         signal.signal(signal.SIGALRM, previous)
         signal.setitimer(signal.ITIMER_REAL, *before)
-
-
-def test_outside_the_main_thread_rewards_work_without_a_limit() -> None:
-    slow = RewardComponent("slow", 1.0, lambda *_: time.sleep(0.05) or 1.0)
-    batches: list[Any] = []
-    worker = threading.Thread(target=lambda: batches.append(Rewards((slow,), timeout=0.01)([""], [EXAMPLE])))
-    worker.start()
-    worker.join(30)
-    assert batches[0].total == [1.0] and not batches[0].failures
 
 
 def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

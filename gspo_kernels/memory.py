@@ -1,7 +1,7 @@
 """The cost of a batch: an upper bound on memory, what `cache_mib` saves, and collectives. Nothing is allocated.
 
-With several ranks, all numbers are for one rank. `gspo doctor --memory`, `gspo train --dry-run` and the table in
-docs/concepts/sharding.md come from these functions.
+With several ranks, all numbers are for one rank. `gspo doctor --memory` and the table in docs/concepts/sharding.md
+come from these functions.
 """
 
 from __future__ import annotations

@@ -105,8 +105,6 @@ CLIP_NOISE_ERROR_RELATIVE = 0.05
 # A small model trained by verl in fp16, compared with fp32: log-probs of its answers, and norms of its gradients.
 FP16_LOG_PROB_ABSOLUTE = 5e-3
 FP16_NORM_RELATIVE = 1e-2
-# Metrics of two runs of a small model in fp16 that add gradients in another order. AdamW amplifies rounding.
-FP16_RUN_RELATIVE = 5e-2
 # Log-probs of a small model's answers in fp32, compared with fp64.
 MODEL_LOG_PROB_ABSOLUTE = 1e-5
 

@@ -57,7 +57,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check prompts and rewards, print all options and the predicted memory, and train nothing.",
+            help="Load prompts and rewards, print them and all options, and train nothing.",
         ),
     ] = False,
 ) -> None:

@@ -17,7 +17,6 @@ optimizer step). `gspo train` is the command line, and docs/trainer.md is its ma
     resuming     what may change when a run is resumed
     progress     printed progress          curves       curves.png
     stopping     Ctrl-C and SIGTERM        trackers     TensorBoard, Weights & Biases
-    memory       predicted memory
 """
 
 from gspo_kernels.extras import needs
@@ -27,7 +26,7 @@ with needs(__name__, "train", "transformers", "tokenizers", "rich"):
     from .config_file import read_config, train_config
     from .evaluation import evaluate, read_evaluation
     from .exporting import export
-    from .memory import forecast
+    from .resuming import forecast
     from .trainer import train
     from .update import TrainingError
 

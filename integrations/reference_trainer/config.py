@@ -30,7 +30,7 @@ CHOICES = {
 }
 AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts"
 AT_LEAST_ZERO = (
-    "micro_batch_size threads max_prompt_tokens warmup_updates lora_rank checkpoint_every samples weight_decay top_k"
+    "micro_batch_size threads max_prompt_tokens warmup_updates lora_rank checkpoint_every weight_decay top_k"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
 RENDERING = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message"}  # set by chat.py
@@ -100,7 +100,6 @@ class TrainConfig:
     updates_per_rollout: int = 4  # per epoch; with one update the ratio is always 1 and nothing is clipped
     epochs: int = 1  # passes over each rollout
     skip_zero_advantage: bool | None = None  # answers with advantage 0 skip the model; None: if gradients stay the same
-    shuffle: bool = True  # divide the rollout into mini-batches at random, anew in each epoch
     micro_batch_size: int = 0  # sequences per forward and backward; 0: all sequences of an update
     learning_rate: float = 5e-4
     schedule: str = "constant"  # after the warm-up: constant, or linear or cosine decay to 0
@@ -122,7 +121,6 @@ class TrainConfig:
     # Files and output
     checkpoint_every: int = 25  # steps between checkpoints for `resume`; 0: none
     save: bool = True  # write the trained model and tokenizer next to the metrics
-    samples: int = 4  # completions that each evaluated step writes to samples.jsonl
     report_to: tuple[str, ...] = ()  # besides metrics.jsonl: tensorboard, wandb (with its variables, WANDB_PROJECT ...)
     # --8<-- [end:options]
 

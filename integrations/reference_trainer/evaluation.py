@@ -16,13 +16,12 @@ from ..tasks import Example, RewardBatch, RewardComponent, Rewards, Task, answer
 from ..tasks.rewards import joined
 from .checkpoints import replacing
 from .config import InputError, TrainConfig
-from .config_file import TYPES, convert, key_values, train_config
+from .config_file import TYPES, convert, key_values, read_run, train_config
 from .data import Reward, components_of, load_reward, read_examples
 from .held_out import Estimate, check_failures, collect, columns, estimate, lines_of, pass_at_k, rewards_by_prompt
 from .loading import ADAPTER, load_policy, pick_device, set_seed
 from .policy import Policy
 from .report import HELD_OUT, model_of_run
-from .resuming import read_run
 from .sampling import fitting
 
 # Options of `gspo train` that apply to an evaluation. That of a run begins with the run's values.

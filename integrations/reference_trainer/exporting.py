@@ -14,14 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .checkpoints import check_form, replacing
 from .config import InputError, TrainConfig
+from .config_file import read_run
 from .held_out import held_out_results, sentence
 from .loading import ADAPTER, load_adapter, located, weight_dtype
 from .policy import ROUNDED, merged
 from .report import MODEL_STATE, model_of_run, read_rows
-from .resuming import read_run, versions
+from .resuming import versions
 
 # Options that the card leaves out: what it says elsewhere, and what concerns one machine or the printed output.
-UNSAID = "name output seeds model task data eval_data reward device threads save samples report_to checkpoint_every"
+UNSAID = "name output seeds model task data eval_data reward device threads save report_to checkpoint_every"
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -30,28 +30,6 @@ def is_still(row: Row, config: TrainConfig) -> bool:
     return row["clip_fraction"] == 0 and max(row["ratio_max"] - 1, 1 - row["ratio_min"]) < STILL
 
 
-def likely_cause(rows: list[Row]) -> str:
-    """The probable reason why, in these steps, all answers to each prompt had the same reward."""
-    rewards = {row["reward"] for row in rows}
-    cut = fmean(row["truncated"] for row in rows)
-    failures = sum(row.get("reward_failures", 0) for row in rows)
-    failed = f"{failures:,} calls of reward functions failed, of which the output above has one per step. "
-    if all(row.get("unscored") == 1 for row in rows):
-        return "Every reward function returned None for every answer."
-    if rewards == {0.0}:
-        return (failed if failures else "") + (
-            "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
-            f"answers are wrong, answers are cut off at max_new_tokens ({cut:.0%} of them were), or the task is too "
-            "hard. samples.jsonl has some answers."
-        )
-    if rewards == {1.0}:
-        return "Every reward was 1: the model already solves these prompts. Use harder ones."
-    return (
-        "Likely causes: the answers to a prompt do not differ (a low temperature, or a policy that has collapsed), "
-        "or the reward does not distinguish them."
-    )
-
-
 class TrainingProgress(Progress):
     """The printed progress of a run. Each bar shows one seed's latest reward, clip fraction and held-out reward."""
 
@@ -95,12 +73,13 @@ class TrainingProgress(Progress):
         never = row["step"] == self._config.steps and not self._has_signal
         if (steps >= WARN_AFTER or never) and not self._warned:
             self._warned = True
+            mean, cut = (fmean(row[name] for row in self._without_signal) for name in ("reward", "truncated"))
             self.say(
                 f"WARNING: seed {self._seed} is learning nothing from its rewards. In {steps} consecutive steps, all "
-                f"answers to each prompt had the same reward. {likely_cause(self._without_signal)}",
+                f"answers to each prompt had the same reward, {mean:.3g} on average, and {cut:.0%} of the answers were "
+                "cut off at max_new_tokens. samples.jsonl has some answers.",
                 style="bold red",
             )
-
         self._still = self._still + 1 if is_still(row, self._config) else 0
         if self._still >= WARN_AFTER and not self._hinted and self._has_old_policy:
             self._hinted = True

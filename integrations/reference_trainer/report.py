@@ -9,12 +9,11 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from gspo_kernels.extras import MissingExtraError, needs
@@ -22,11 +21,11 @@ from gspo_kernels.extras import MissingExtraError, needs
 from ..tasks import Example
 from .checkpoints import WriteError, check_form, naming, remove, replacing, write_checkpoint
 from .config import InputError, TrainConfig
+from .config_file import RECORD
 from .curves import plot_curves
 from .distributed import gather, rank, whole_weights
 from .held_out import HeldOut, held_out_results, sentence
 from .policy import Policy
-from .resuming import RECORD
 from .trackers import Trackers
 
 try:
@@ -37,8 +36,6 @@ except ImportError:  # not on Windows
 Row = dict[str, Any]  # one line of metrics.jsonl
 MODEL_STATE = "trainer_state.json"  # in the folder of a model: the seed and the step after which it was saved
 HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
-# Numbers in the line of each step that the summary of a run needs.
-SUMMARIZED = ("clip_fraction", "seconds", "reward", "truncated", "groups_without_signal")
 
 
 @dataclass(frozen=True)
@@ -157,13 +154,9 @@ class RunFolder:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(
-                f"{self.path} is in use: another process trains in this folder. Wait until it ends, or use name=NAME "
-                "to write to another folder"
-            ) from error
+            raise InputError(f"{self.path} is in use: another process trains in this folder") from error
         except OSError as error:
-            reason = f"{self.metrics} cannot be locked ({error})"
-            warnings.warn(f"{reason}: make sure that no other process trains in this folder", stacklevel=2)
+            warnings.warn(f"{self.metrics} cannot be locked, so another process may write to it: {error}", stacklevel=2)
 
     def _appending(self, name: str) -> io.FileIO:
         """Open a file without a buffer, which would keep what a full disk refuses, and write it on closing."""
@@ -198,7 +191,7 @@ class RunFolder:
         kept = dict.fromkeys(self._files, 0) if sizes is None else sizes
         for name, size in self.sizes().items():
             if size < kept[name]:
-                raise InputError(f"resume: {self.path / name} is shorter than when the checkpoint was written")
+                raise InputError(f"{self.path / name}: damaged: shorter than when the checkpoint was written")
         with replacing(self.path / "config.json") as partial:
             partial.write_text(options, encoding="utf-8")  # nothing is removed before the disk has taken it
             if self._config.overwrite:
@@ -251,12 +244,7 @@ class RunFolder:
         rows = [row for row in read_rows(self.metrics, size) if row["seed"] == seed]
         steps = [row["step"] for row in rows]
         if not steps or steps != list(range(len(steps))) or "eval_reward" not in rows[0]:
-            raise InputError(f"{self.metrics}: expected seed {seed} to have a line for each step from 0, got {steps}")
-        for row in rows:
-            form: Row = dict.fromkeys(SUMMARIZED, float) if row["step"] else {"eval_defined_by": dict}
-            if "eval_reward" in row:
-                form |= {"eval_reward": float, "eval_rewards": {"total": list, "components": dict}}
-            check_form(f"{self.metrics}, step {row['step']} of seed {seed}", row, form)
+            raise InputError(f"{self.metrics}: damaged: expected a line for each step of seed {seed}, got {steps}")
         return rows
 
     def save_model(self, policy: Policy, seed: int, step: int) -> Path:
@@ -275,16 +263,6 @@ class RunFolder:
         with agreed():
             if self._writes:
                 write_checkpoint(self.checkpoint, {**state, "sizes": self.sizes()})
-
-    def save_failed(self, batch: Any) -> str:
-        """Write the batch of an update that is not finite, with torch.save. Return a sentence that says where it is."""
-        path = self.path / f"failed_update-rank{rank()}.pt"
-        try:
-            with replacing(path) as partial:
-                torch.save(asdict(batch), partial)
-        except WriteError as error:
-            return f"Its batch is lost: {error}"
-        return f"Its batch is in {path}"
 
     def plot(self, every: float = 0.0) -> tuple[Path | None, str]:
         """Draw curves.png, unless it was drawn in the last `every` seconds. Return its path and "".
@@ -313,25 +291,22 @@ def model_of_run(folder: Path, seeds: Sequence[int], seed: int | None) -> Path:
         raise InputError(f"seed: expected one of {folder}'s seeds {list(seeds)}, got {seed}")
     model = folder / f"model-seed{seed}"
     if not model.is_dir():
-        remedy = "it was killed, or started with save=false"
-        if (folder / "checkpoint.pt").is_file():
-            step = max((row["step"] for row in read_rows(folder / "metrics.jsonl") if row["seed"] == seed), default=0)
-            remedy += f". `gspo train --resume {folder} save=true steps={step}` writes the model after step {step}"
-        raise InputError(f"{folder}: expected the model {model.name}, which the run has not written: {remedy}")
+        raise InputError(
+            f"{folder}: expected the model {model.name}, which the run has not written. "
+            f"`gspo train --resume {folder} save=true` writes it at the end"
+        )
     return model
 
 
 def read_rows(metrics: Path, size: int | None = None) -> list[Row]:
     """Read a metrics.jsonl, or its first `size` bytes, one entry per line. Raise an InputError for a damaged file."""
     text = metrics.read_bytes() if metrics.is_file() else b""
-    if size is not None and len(text) < size:
-        raise InputError(f"resume: {metrics} is shorter than when the checkpoint was written")
     rows = []
     for number, line in enumerate(text[:size].splitlines(), start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{metrics}, line {number}: expected a JSON object, got {line[:60]!r}") from error
+            raise InputError(f"{metrics}, line {number}: damaged: expected JSON, got {line[:60]!r}") from error
         check_form(f"{metrics}, line {number}", row, {"seed": int, "step": int})
         rows.append(row)
     return rows

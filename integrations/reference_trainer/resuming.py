@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from gspo_kernels import Objective
-
 from ..tasks import Task
-from .checkpoints import check_form, read_checkpoint
+from .checkpoints import read_checkpoint
 from .config import InputError, TrainConfig
+from .config_file import read_run
 from .data import Reward, task_of
 from .loading import located
 
-RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head")  # trained weights need these
-# What every config.json has.
-FORM = {"seeds": list, "steps": int, RECORD: {"from_python": list, "rewards": dict, "prompts": str, "started_in": str}}
 PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
 
 
@@ -52,9 +46,9 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     check_arguments(config.folder, then["from_python"], from_python)
     changes = changed_options(config, before)
     path = config.folder / "checkpoint.pt"
-    saved = read_checkpoint(path) if path.is_file() else None
-    if saved is None:
-        check_untrained(config.folder)
+    if not path.is_file():
+        refuse("resume", f"a {path}, from which to continue", "none; overwrite=true starts the run again")
+    saved = read_checkpoint(path)
     check_changes(config, changes, before, saved)
     task = task_of(config, task, reward)
     record = record_of(config, task, from_python)
@@ -65,38 +59,28 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     if then["rewards"] != record["rewards"]:
         changes["weights of rewards"] = [then["rewards"], record["rewards"]]
     notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
-    if saved is None:
-        notes.append(f"resume: {config.folder} has trained no step yet, so training starts again from the beginning")
     return Start(task, record, saved, notes)
+
+
+def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> str:
+    """Describe a run, for --dry-run: its options as YAML, what has changed since it was started, prompts and rewards.
+
+    Takes arguments of `train`, and raises its errors, except those of the model.
+    """
+    task, record, _, notes = start_of(config, task, reward)
+    options = (f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items())
+    prompts = f"{len(task.train):,} prompts for training, {len(task.held_out):,} for evaluation"
+    rewards = ", ".join(component.name for component in task.rewards.components)
+    notes = [*notes, f"{prompts}; rewards: {rewards}", f"held out: {record['held_out']}"]
+    return "\n".join([*options, "", *(f"# {note}" for note in notes)])
 
 
 def record_of(config: TrainConfig, task: Task, from_python: list[str]) -> dict[str, Any]:
     """What config.json adds to the options: arguments from Python, weights of rewards, a hash of the prompts, ..."""
     rewards = {component.name: component.weight for component in task.rewards.components}
     record: dict[str, Any] = {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
-    record["started_in"] = place_of(Path.cwd(), config.folder.resolve())
     model = None if config.model is None else located(config.model)[0]
     return record | {"held_out": task.split or "those of the task from Python", "model": model, "versions": versions()}
-
-
-def place_of(folder: Path, run: Path) -> str:
-    """The path of `folder` relative to the run, so that both can be moved together; absolute on another drive."""
-    return os.path.relpath(folder, run) if folder.drive == run.drive else str(folder)
-
-
-def found_from(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Make the options' relative paths absolute if they exist in `folder`. Leave others, such as hub ids, unchanged."""
-
-    def absolute(path: str) -> str:
-        return str(folder / path) if (folder / path).exists() else path
-
-    paths = {name: absolute(options[name]) for name in ("model", "data", "eval_data") if options[name]}
-    rewards = []
-    for spec in options["reward"]:
-        factor, separator, place = spec.rpartition("*")
-        source, colon, function = place.rpartition(":")
-        rewards.append(f"{factor}{separator}{absolute(source)}{colon}{function}")
-    return {**options, **paths, "reward": rewards}
 
 
 def versions() -> dict[str, str]:
@@ -106,49 +90,6 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             installed[name] = version(name)
     return installed
-
-
-def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the options of a run, and its record (see `record_of`). Raise an InputError if the folder has no run.
-
-    Relative paths are resolved from the folder in which the run was started.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        got = folder if folder.is_dir() else f"no folder: {folder}"
-        refuse("resume", "the folder of a run, with a config.json", got)
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"resume: {path} cannot be read: {error}") from error
-    check_form(f"resume: {path}", options, FORM)
-    then = options.pop(RECORD)
-    # An option of an earlier version that was off, or only changed what was printed, may be missing.
-    known = {f.name for kind in (TrainConfig, Objective) for f in fields(kind)}
-    lost = [f"{name}={json.dumps(x)}" for name, x in options.items() if name not in {*known, "warn_after"} and x]
-    if lost:
-        got = f"{', '.join(lost)}. To continue without {'it' if len(lost) == 1 else 'them'}, edit the file"
-        refuse("resume", f"options that this version of gspo train has in {path}", got)
-    options = TrainConfig().to_dict() | {name: x for name, x in options.items() if name in known}
-    if (started_in := (folder.resolve() / then["started_in"]).resolve()) != Path.cwd():
-        options = found_from(started_in, options)
-    return options, then
-
-
-def check_untrained(folder: Path) -> None:
-    """Raise an InputError if the files of a run without a checkpoint show that it has trained.
-
-    To start it again would remove its models and metrics. Before the first step, a run writes one line of metrics.
-    """
-    traces = [path.name for path in sorted(folder.glob("model-seed*"))]
-    traces += [name for name in ("curves.png", "samples.jsonl") if (folder / name).is_file()]
-    traces = [name for name in traces if (folder / name).is_dir() or (folder / name).stat().st_size]
-    metrics = folder / "metrics.jsonl"
-    if metrics.is_file() and metrics.read_bytes().partition(b"\n")[2]:
-        traces.append("steps in metrics.jsonl")
-    if traces:
-        found = f"none, but {', '.join(traces)}; only a start with overwrite=true replaces them"
-        refuse("resume", f"a checkpoint.pt in {folder}, from which to continue", found)
 
 
 def continue_command(folder: Path, from_python: Sequence[str]) -> str:
@@ -169,7 +110,7 @@ def arrow(before: Any, now: Any) -> str:
 
 def changed_options(config: TrainConfig, before: dict[str, Any]) -> dict[str, list[Any]]:
     """The options that have changed, each with its values before and now."""
-    now = json.loads(json.dumps(config.to_dict()))
+    now = config.to_dict()
     names = [name for name in now if name not in ("name", "output")]
     return {name: [before[name], now[name]] for name in names if before[name] != now[name]}
 
@@ -188,15 +129,13 @@ def check_arguments(folder: Path, started: list[str], resumed: list[str]) -> Non
 
 
 def check_changes(
-    config: TrainConfig, changes: dict[str, list[Any]], before: dict[str, Any], saved: dict[str, Any] | None
+    config: TrainConfig, changes: dict[str, list[Any]], before: dict[str, Any], saved: dict[str, Any]
 ) -> None:
     """Refuse changes of options that the run cannot continue with."""
     folder = config.folder
     for name in FIXED:
         if name in changes:
             refuse(name, f"{json.dumps(before[name])}, with which {folder} was started", json.dumps(changes[name][1]))
-    if saved is None:
-        return
     seed = saved["seed"]
     seeds = before["seeds"]
     begun = seeds[: seeds.index(seed) + 1] if seed in seeds else [seed]

@@ -22,8 +22,8 @@ from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
 from .chat import encode
-from .checkpoints import CHECKPOINT, WriteError
-from .config import InputError, TrainConfig
+from .checkpoints import WriteError
+from .config import TrainConfig
 from .data import Reward
 from .held_out import (
     changes_between,
@@ -45,9 +45,10 @@ from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
 from .sampling import Rollout, fitting, padded, sampler_weights
 from .stopping import StopSignals
-from .update import Batch, NotFiniteError, TrainingError, mini_batches, update, with_log_probs
+from .update import Batch, TrainingError, mini_batches, update, with_log_probs
 from .zero_advantage import live_rows, skipping
 
+SAMPLES = 4  # answers that each evaluation writes to samples.jsonl
 REDRAW = 30.0  # seconds between refreshes of curves.png
 
 
@@ -197,7 +198,7 @@ class Learner:
             for start in range(0, len(held_out), size):
                 answers, scored = collect(config, self.policy, self.task, held_out[start : start + size], **greedy)
                 rewards.append(scored)
-                samples += islice(lines_of(answers, scored), config.samples - len(samples))
+                samples += islice(lines_of(answers, scored), SAMPLES - len(samples))
         together = joined(distributed.gather(joined(rewards)))
         when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
         check_failures(together, when, self.say, allowed=step > 0)
@@ -283,14 +284,9 @@ class Training(Learner):
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint: restore weights, optimizer and files."""
         rows = self.folder.rows_of(self.seed, saved["sizes"]["metrics.jsonl"])
-        if rows[-1]["step"] != saved["step"]:
-            raise InputError(
-                f"resume: expected the metrics of seed {self.seed} to end with step {saved['step']}, at which the "
-                f"checkpoint was written, got step {rows[-1]['step']}"
-            )
         self.start = self.comparable(rows[0])
         self.optimizer.load(saved["optimizer"])
-        self.running = RunningMoments(**{name: saved["running"][name] for name in CHECKPOINT["running"]})
+        self.running = RunningMoments(**saved["running"])
         self.folder.open(saved["sizes"])  # removes lines written after the checkpoint, so do this after all checks
         self.step = saved["step"]
         self.rows = rows
@@ -330,10 +326,7 @@ class Training(Learner):
         step = prepared.step
         with self.stop.postponed():
             self.updating = True
-            try:
-                row, _ = self.learn(prepared)
-            except NotFiniteError as error:
-                raise TrainingError(f"{error}. {self.folder.save_failed(error.batch)}") from error
+            row, _ = self.learn(prepared)
             tokens = row["answer_tokens"] * config.rollout_size
             row["tokens_per_second"] = tokens / (time.perf_counter() - started)
             is_last = step == config.steps
@@ -345,8 +338,7 @@ class Training(Learner):
             self.finish_step({**row, "seconds": time.perf_counter() - started})
             self.updating = False
             every = config.checkpoint_every
-            # A resumed run has a checkpoint. If it stayed behind the end, the next resume would undo steps.
-            if (every and step % every == 0) or (is_last and (every or config.resume)):
+            if every and (step % every == 0 or is_last):
                 self.folder.save_checkpoint(self.state())
             if "eval_reward" in row:
                 self.folder.plot(every=REDRAW)

@@ -40,12 +40,11 @@ class TrainingError(RuntimeError):
 class NotFiniteError(TrainingError):
     """The loss or the gradient of an update is not finite. The weights have not been changed by this update."""
 
-    def __init__(self, numbers: dict[str, float], batch: Batch) -> None:
+    def __init__(self, numbers: dict[str, float]) -> None:
         super().__init__(
             f"an update is not finite (loss {numbers['loss']}, gradient norm {numbers['grad_norm']}); "
             "training stops before this update. A lower learning_rate may help"
         )
-        self.batch = batch
 
 
 def take(record: Any, rows: Tensor) -> Any:
@@ -76,8 +75,7 @@ def mini_batches(config: TrainConfig, seed: int, step: int) -> list[list[Tensor]
     epochs = []
     for epoch in range(config.epochs):
         generator = torch.Generator().manual_seed(hash((seed, step, epoch)) % 2**63)
-        rows = torch.arange(config.rollout_size)
-        rows = rows[torch.randperm(len(rows), generator=generator)] if config.shuffle else rows
+        rows = torch.randperm(config.rollout_size, generator=generator)
         epochs.append(list(rows.split(config.mini_batch_size)))
     return epochs
 
@@ -178,7 +176,7 @@ def update(
     while not math.isfinite(shown["grad_norm"]) and math.isfinite(shown["loss"]) and optimizer.lower_loss_scale():
         shown, together = gradients(config, policy, optimizer, batch, rows, is_first)
     if not math.isfinite(shown["loss"]) or not math.isfinite(shown["grad_norm"]):
-        raise NotFiniteError(shown, take(batch, rows))
+        raise NotFiniteError(shown)
     optimizer.step()
     return Update(shown, together)
 

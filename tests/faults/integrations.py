@@ -53,7 +53,7 @@ FAULTS: dict[str, Fault] = {
     "old log-probs without the temperature": (
         "log_probs_of.log_probs",
         '{"mask": rollout.answer_mask, "[-temperature": config.temperature, "-]backend": config.backend}',
-        "trainer_numbers::test_an_update_equals_the_formulas[tokens of all-0]",
+        "trainer_numbers::test_an_update_equals_the_formulas[tokens, KL of sequences-0]",
     ),
     "a changed scale of logits not noticed": (
         "FusedHead._identity",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +65,10 @@ def test_a_run_writes_metrics_curves_and_models(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    def missing(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr("gspo_kernels.integrations.reference_trainer.report.plot_curves", missing)
     with RunFolder(small(tmp_path)) as folder:
         curves, reason = folder.plot()
     assert curves is None and "pip install 'gspo-kernels[train]'" in reason
@@ -120,11 +122,8 @@ def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch:
         return out._replace(loss=out.loss * float("nan"))
 
     monkeypatch.setattr(update, "gspo_fused_loss", broken)
-    path = tmp_path / "demo" / "failed_update-rank0.pt"
-    with pytest.raises(TrainingError, match=f"not finite .* Its batch is in {path}"):
+    with pytest.raises(TrainingError, match="an update is not finite"):
         train(small(tmp_path))
-    batch = torch.load(path)
-    assert batch["old_log_probs"].shape == batch["rollout"]["answer_mask"].shape == (4, 7)
     assert [row["step"] for row in rows_of(tmp_path / "demo")] == [0]
 
 

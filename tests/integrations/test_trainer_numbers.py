@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
 from helpers.reference_runs import rows_of, small
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE, MODEL_GRADIENT_RELATIVE, PARAMETER_ABSOLUTE
 from torch import Tensor
@@ -115,12 +114,17 @@ UPDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the o
 }
 
 
-def check_update(rank: int, folder: Path, name: str, micro_batch_size: int) -> None:
-    """Loss, gradient and metrics. Answers differ in length, one has no tokens, and the gradient is clipped."""
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_size: int) -> None:
+    """Loss, gradient and metrics. Answers differ in length, one has no tokens, and the gradient is clipped.
+
+    With micro-batches of 1, the answer without tokens has its own.
+    """
     fields, options = UPDATES[name]
     of = Objective(**{**WIDE, "kl_coef": 0.3, **fields})
-    sizes: dict[str, Any] = dict(updates_per_rollout=1, max_grad_norm=0.01, shuffle=True)
-    config = small(folder, objective=of, micro_batch_size=micro_batch_size, **sizes, **options)
+    sizes: dict[str, Any] = dict(updates_per_rollout=1, max_grad_norm=0.01)
+    config = small(tmp_path, objective=of, micro_batch_size=micro_batch_size, **sizes, **options)
     trained = demo(0)
     trained.initial = demo(1, scale=3.0)
     rollout = sample(trained, [Example("sort ba:", "")] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
@@ -153,18 +157,6 @@ def check_update(rank: int, folder: Path, name: str, micro_batch_size: int) -> N
     for metric, value in whole.items():
         assert numbers[metric] == close(value.detach()), metric
     assert 0 < numbers["clip_fraction_low"] != numbers["clip_fraction_high"] > 0
-
-
-@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
-@pytest.mark.parametrize("name", UPDATES)
-def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_size: int) -> None:
-    """With micro-batches of 1, an answer without tokens has its own."""
-    check_update(0, tmp_path, name, micro_batch_size)
-
-
-@pytest.mark.slow
-def test_an_update_of_two_processes_equals_the_formulas(tmp_path: Path) -> None:
-    run_ranks(check_update, 2, tmp_path, "sequences, KL of tokens", 2, deadline=120.0)
 
 
 def test_divisors_count_the_whole_mini_batch_and_are_shared_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +206,8 @@ def sometimes(text: str, answer: str) -> float:
 COMPONENTS = [RewardComponent("score", 0.5, score), RewardComponent("sometimes", 2.0, sometimes)]
 
 
-def check_numbers_of_steps(rank: int, folder: Path) -> None:
-    """Train for three steps. Compare every number of metrics.jsonl with its definition, on the first process."""
+def test_every_number_of_a_step_equals_its_definition(tmp_path: Path) -> None:
+    """Train for three steps. Compare every number of metrics.jsonl with its definition."""
     rollouts: list[tuple[Rollout, list[tuple[str, str]]]] = []
     updates: list[list[measures.Update]] = []
 
@@ -232,11 +224,9 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
     padded, updated = trainer.padded, trainer.update
     sizes: dict[str, Any] = dict(steps=3, updates_per_rollout=2, eval_every=2, eval_prompts=21, save=True)
     rates: dict[str, Any] = dict(learning_rate=0.01, warmup_updates=1, schedule="linear")
-    config = small(folder, micro_batch_size=4, skip_zero_advantage=False, **sizes, **rates)
+    config = small(tmp_path, micro_batch_size=4, skip_zero_advantage=False, **sizes, **rates)
     with patch.multiple(trainer, padded=noted_rollout, update=noted_update):
         report = train(config, reward=COMPONENTS)
-    if rank:
-        return
     rows = rows_of(report.folder)[1:]
     for row, (rollout, pairs), parts in zip(rows, rollouts, updates, strict=True):
         assert len(parts) == 2
@@ -277,16 +267,6 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
         rows_of(report.folder)[0]["eval_reward"],
         rows[2]["eval_reward"],
     )
-
-
-def test_every_number_of_a_step_equals_its_definition(tmp_path: Path) -> None:
-    check_numbers_of_steps(0, tmp_path)
-
-
-@pytest.mark.slow
-def test_every_number_of_two_processes_equals_its_definition(tmp_path: Path) -> None:
-    """Rewards, failures and evaluations of both processes count."""
-    run_ranks(check_numbers_of_steps, 2, tmp_path, deadline=120.0)
 
 
 def test_a_summary_averages_clip_fractions_over_the_first_half_of_the_steps() -> None:

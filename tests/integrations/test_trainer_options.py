@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -77,27 +76,10 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         read_config(file)
 
 
-def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
-    arguments = [
-        "train",
-        "--dry-run",
-        f"output={tmp_path}",
-        "epochs=2",
-        "micro_batch_size=32",
-        "kl_coef=0.1",
-        "threads=1",
-    ]
-    result = CliRunner().invoke(app, arguments)
+def test_a_dry_run_prints_options_prompts_and_rewards(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "--dry-run", f"output={tmp_path}", "threads=1"])
     assert result.exit_code == 0, result.output
     assert "clip_low: 0.0003\n" in result.output and 'schedule: "constant"\n' in result.output
-    assert "# 256 answers per rollout, 8 updates per rollout, 1600 per seed" in result.output
-    assert "# 64 answers per update, in 2 micro-batches" in result.output
-    weights = sum(weight.numel() for weight in policy.demo_policy().model.parameters()) * 4 / 2**20
-    assert f"weights {weights:.1f}, reference {weights:.1f}, gradients {weights:.1f}, optimizer {2 * weights:.1f}" in (
-        result.output
-    )
-    assert "# the loss has gradient_budget=0, cache_mib=0 (default)\n" in result.output
     assert "# 520 prompts for training, 128 for evaluation; rewards: letters_in_place\n" in result.output
     assert not list(tmp_path.iterdir())
 
@@ -126,7 +108,7 @@ def test_values_from_python_may_be_texts_and_lists(make: Callable[..., TrainConf
         ({"seeds": [0, 1.5]}, "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got [0, 1.5]"),
         ({"steps": True}, "steps: expected a whole number, such as 8 or 1e3, got True"),
         ({"steps": None}, "steps: expected a whole number, such as 8 or 1e3, got None"),
-        ({"shuffle": 1}, "shuffle: expected true or false, got 1"),
+        ({"save": 1}, "save: expected true or false, got 1"),
         ({"task": ["sorting"]}, "task: expected a text, got ['sorting']"),
         ({"objective": "dapo"}, "objective: expected an Objective, got 'dapo'"),
         (
@@ -174,15 +156,14 @@ def test_prompts_that_the_model_cannot_read_are_refused(
     chats = [[{"role": "user", "content": text}] for text in (prompt, "ab")]
     data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": chat, "answer": "a"} for chat in chats))
     expected = f"error: {message.format(model=folder, data=data, rows=rows)}\n"
-    for mode in ([], ["--dry-run"]):
-        arguments = ["train", *mode, f"model={folder}", f"data={data}", f"output={output}", "max_new_tokens=4"]
-        result = CliRunner().invoke(app, arguments)
-        assert (result.exit_code, result.output) == (1, expected)
+    arguments = ["train", f"model={folder}", f"data={data}", f"output={output}", "max_new_tokens=4"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.output) == (1, expected)
     assert not output.exists()
 
 
 def test_variables_of_the_chat_template_reach_every_rendering(tmp_path: Path) -> None:
-    """Without its variable, this template fails. The message names the prompt, also in a dry run."""
+    """Without its variable, this template fails. The message names the prompt."""
     demo = policy.demo_policy()
     demo.tokenizer.chat_template = "{{ messages[0].content if short is defined else raise_exception('no\n short') }}"
     demo.save(tmp_path / "tiny")
@@ -191,7 +172,6 @@ def test_variables_of_the_chat_template_reach_every_rendering(tmp_path: Path) ->
     start += ["max_new_tokens=2", "prompts_per_step=4", "group_size=2"]
     given = "chat_template_kwargs={short: true}"
     for arguments, options in (
-        (start, ["--dry-run", given]),
         (start, [given]),
         (["eval", str(tmp_path / "runs/one"), "n=0"], []),  # has the run's variables
     ):
@@ -305,8 +285,6 @@ def test_an_adapter_names_its_base_absolutely_or_is_merged(tmp_path: Path, monke
 
 TUNERS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "lora": lambda sides: {"target_modules": ["q_proj", *sides]},
-    "dora": lambda sides: {"target_modules": ["q_proj", *sides], "use_dora": True},
-    "lora tied by PEFT": lambda sides: {"target_modules": ["q_proj", *sides], "ensure_weight_tying": True},
     "modules_to_save": lambda sides: {"target_modules": ["q_proj"], "modules_to_save": sides},
     "tokens": lambda sides: {
         "target_modules": ["q_proj"],
@@ -473,7 +451,7 @@ def test_rewards_may_be_none(tmp_path: Path) -> None:
         RewardComponent("never", 1.0, lambda *_: None),
         RewardComponent("long", 1.0, lambda text, answer: None if len(answer) == 4 else float(len(text))),
     ]
-    folder = train(small(tmp_path, samples=8), reward=components).folder
+    folder = train(small(tmp_path), reward=components).folder
     rows, written = (
         [json.loads(line, parse_constant=pytest.fail) for line in (folder / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "samples.jsonl")
@@ -497,13 +475,6 @@ def test_a_reward_that_is_none_for_every_answer_stops_the_run_before_the_first_s
     with pytest.raises(TrainingError, match=message):
         train(small(tmp_path), reward=rewards)
     assert not (tmp_path / "demo").exists() and "stopped before training seed 0" in capsys.readouterr().out
-
-
-def test_a_reward_that_is_none_in_every_step_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = itertools.count()
-    report = train(small(tmp_path), reward=lambda *_: 1.0 if next(calls) < 8 else None)  # 8 held-out prompts
-    assert "Every reward function returned None for every answer." in capsys.readouterr().out
-    assert [(row["reward"], row["grad_norm"], row["unscored"]) for row in rows_of(report.folder)[1:]] == [(0, 0, 1)] * 3
 
 
 def test_metrics_reach_tensorboard(tmp_path: Path) -> None:

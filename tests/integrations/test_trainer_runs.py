@@ -208,13 +208,6 @@ def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsy
         assert line.startswith(expected) and re.search(r"  [\d,]+ tokens/s$", line)
 
 
-def test_a_file_is_said_to_be_written_only_when_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=f"^output: expected a folder to write to, got {tmp_path}/file/demo "):
-        train(small(tmp_path / "file"))
-    assert "written" not in capsys.readouterr().out
-
-
 ROW = {"reward": 0.0, "clip_fraction": 0.1, "tokens_per_second": 1.0, "truncated": 0.0, "learning_rate": 5e-4}
 STILL = {"groups_without_signal": 0.5, "clip_fraction": 0.0, "ratio_min": 0.99995, "ratio_max": 1.00005}
 
@@ -237,19 +230,13 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path) -> None:
     rows = [{"groups_without_signal": 0.5 if step == 9 else 1.0} for step in range(1, 41)]
     states = shown(tmp_path, rows)
     assert [text.count("WARNING") for text in states] == [0] * 18 + [1] * 22
-    assert "is learning nothing from its rewards. In 10 consecutive steps" in states[-1]
-    assert "Every reward was 0." in states[-1]
+    assert "In 10 consecutive steps, all answers to each prompt had the same reward, 0 on average, and 0%" in states[-1]
 
 
-@pytest.mark.parametrize(
-    ("first", "reward", "cause"),
-    [(1.0, 1.0, "already solves these prompts"), (1.0, 0.5, "Likely causes: the answers"), (0.5, 1.0, "")],
-)
-def test_a_short_run_without_any_signal_is_warned_of_at_its_end(
-    tmp_path: Path, first: float, reward: float, cause: str
-) -> None:
-    states = shown(tmp_path, [{"groups_without_signal": x, "reward": reward} for x in (first, 1.0, 1.0)])
-    assert [text.count("WARNING") for text in states] == [0, 0, bool(cause)] and cause in states[-1]
+@pytest.mark.parametrize(("first", "warnings"), [(1.0, 1), (0.5, 0)])
+def test_a_short_run_without_any_signal_is_warned_of_at_its_end(tmp_path: Path, first: float, warnings: int) -> None:
+    states = shown(tmp_path, [{"groups_without_signal": x} for x in (first, 1.0, 1.0)])
+    assert [text.count("WARNING") for text in states] == [0, 0, warnings]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +245,6 @@ def test_a_short_run_without_any_signal_is_warned_of_at_its_end(
         ({}, {}, 1),
         ({"ratio_max": 1.00011}, {}, 0),
         ({"clip_fraction": 0.01}, {}, 0),
-        ({"groups_without_signal": 1.0}, {}, 0),
         ({"learning_rate": 2e-4}, {}, 0),  # below half of its peak: in the warm-up or the decay
         ({}, {"updates_per_rollout": 1}, 0),  # every ratio is 1
     ],
@@ -284,7 +270,7 @@ def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_pa
     moe = load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
     gates = [layer.mlp.gate.weight for layer in moe.model.model.layers]
     sizes = dict(prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
-    config = small(tmp_path, shuffle=False, learning_rate=1e-30, **sizes)
+    config = small(tmp_path, learning_rate=1e-30, **sizes)
     examples = [Example("sort ba:", ""), Example("sort fedcb:", "")]
     rollout = sample(moe, examples, group_size=4, max_new_tokens=7, temperature=1.0)
     advantages = torch.randn(8)
@@ -295,8 +281,8 @@ def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_pa
 
     moe.model.zero_grad()
     router_losses = []
-    for rows in (slice(0, 4), slice(4, 8)):
-        answers = update.take(rollout, torch.arange(8)[rows])
+    for rows in epoch[0].split(4):
+        answers = update.take(rollout, rows)
         out = moe.model(
             input_ids=answers.input_ids,
             attention_mask=answers.attention_mask,

@@ -166,6 +166,7 @@ KINDS: list[list[Any]] = [
     kind(T_, "float32", "float64", bias=torch.ones(V, dtype=torch.float64)),
     kind(V_, "lm_head has a bias", "[7]", name="bias", lm_head=linear(bias=True), bias=torch.ones(V)),
     kind(V_, "other than 0", "0.0", logit_scale=0.0),
+    kind(V_, "finite", "type int", logit_scale=10**400),
     kind(V_, "between 1 and the 7 rows", "8", vocab_size=V + 1),
     kind(V_, "> 0", "0", temperature=0),
     kind(V_, "[2, 3]", "[2]", temperature=torch.ones(B)),
@@ -178,6 +179,7 @@ KINDS: list[list[Any]] = [
     # -- sequences
     kind(V_, "non-decreasing", "[0, 4, 2, 5]", packed=True, cu_seqlens=torch.tensor([0, 4, 2, N])),
     kind(V_, "ending at N = 5", "[0, 2, 4]", packed=True, cu_seqlens=torch.tensor([0, 2, N - 1])),
+    kind(V_, "ending at N = 5", "a tensor [1]", packed=True, cu_seqlens=torch.tensor([0])),
     kind(T_, "int32 or int64", "float32", packed=True, cu_seqlens=torch.tensor([0.0, 2, N])),
     kind(V_, "on cpu", "meta", packed=True, cu_seqlens=torch.zeros(3, dtype=torch.int32, device=META)),
     kind(V_, "packed input", "None", packed=True, functions=FUSED, cu_seqlens=MISSING),
@@ -451,6 +453,12 @@ def test_numpy_numbers_are_accepted() -> None:
     numbers = {"normalizer": np.int64(4), "vocab_size": np.int64(V), "temperature": np.float32(0.5)}
     same = gspo_fused_loss(**inputs, **numbers, objective=Objective())
     assert torch.equal(plain.loss, same.loss)
+
+
+def test_gspo_check_must_be_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_CHECK", "yes")
+    with pytest.raises(ValueError, match="GSPO_CHECK must be 0 or 1, got 'yes'"):
+        policy_loss(torch.zeros(1, 2), torch.ones(1))
 
 
 @pytest.mark.parametrize("function", [gspo_fused_loss, linear_log_probs])

@@ -102,6 +102,11 @@ def test_the_numbers_of_a_rank_are_printed() -> None:
     assert "_group" not in run(*LLAMA)[1]
 
 
+def test_the_cache_of_the_variable_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
+    assert "with cache_mib=2001 (GSPO_CACHE_MIB). It keeps 25% of the rows" in run(*LLAMA)[1]
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("tp", [2, 16])
 def test_the_bound_of_a_rank_holds(tp: int, entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +126,9 @@ def test_the_bound_of_a_rank_holds(tp: int, entropy: bool, monkeypatch: pytest.M
         (["--architecture", "sm_90"], "--architecture: requires --memory or --model"),
         (["--memory", BATCH, "--zero-advantage", "1"], "--zero-advantage: expected a share from 0 to below 1, got 1"),
         (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 tokens, got 3"),
+        (["--memory", BATCH, "--dtype", "int8"], "--dtype: expected one of fp32, bf16, fp16, float32"),
+        (["--memory", BATCH, "--tp", "0"], "--tp: expected 1 to 4,096 ranks, got 0"),
+        (["--model", "a/b", "--tokens", "0"], "--tokens: expected 1 to 2,147,483,648 tokens, got 0"),
         (["--model", "a/b"], "--model: requires --tokens"),
         (["--model", "a/b", "--tokens", "9"], "--model: expected a local folder with config.json (hub ids are not"),
         (["--model", "a/b", "--tokens", "9", "--memory", BATCH], "--model: cannot be combined with --memory"),

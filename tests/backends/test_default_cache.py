@@ -128,3 +128,12 @@ def test_the_default_takes_no_more_memory_than_what_it_replaces(
     if (width, dtype, frozen) == (4096, torch.bfloat16, False):
         assert kept_rows[1] == 1 and kept_rows[2] > 0.8  # 3 passes, and 3.1 with H200's 1/64
     assert not any(kept_rows) or dtype == torch.float32 or not frozen
+
+
+def test_the_bound_of_the_default_counts_the_copies_of_autocast() -> None:
+    """Both casts of operands count, and autograd's fp32 copy of the weight's gradient, which is the peak here."""
+    n, h, v = 5001, 2880, 200_000
+    head = meta_head(rows=n, width=h, vocab=v)
+    needs = NeedsGradient(True, True, False, False, False)
+    ours = 4 * h * (n + v) + 2 * h * n + 4 * n * -(-v // 128) + 256 * MIB
+    assert memory.largest_default_cache(head, needs, "triton", 4) == 2 * h * n + 6 * h * v - ours

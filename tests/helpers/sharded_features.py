@@ -216,6 +216,8 @@ def _errors(context: Context) -> None:
         run(hidden, local if first else local[:-1], ids.clamp(max=60))
     with raises("target_ids must be between 0 and 63"):  # the other rank names the rank and its error
         run(hidden, local, torch.where(first & (ids == ids[0]), 64, ids))
+    with raises("tp_group must be a ProcessGroup"):
+        linear_log_probs(hidden, local, ids, tp_group="tp")
     with raises("hidden must be"):
         run(hidden if first else None, local, ids)
     log_probs = torch.zeros(3, 2) if first else torch.zeros(2, 2)

@@ -261,6 +261,9 @@ def test_empty_batches() -> None:
 REWARDS_OF_FOUR = torch.tensor([1.0, 0.0, 0.5, 1.0])
 
 
+PACKED: dict[str, Any] = {"turn_ids": torch.ones(5).long(), "cu_seqlens": torch.tensor([0, 1, 4])}
+
+
 def of_group(rewards: Any = REWARDS_OF_FOUR, group_size: Any = 2, **options: Any) -> Callable[[], object]:
     return lambda: group_advantages(rewards, group_size, **options)
 
@@ -270,6 +273,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "group rewards 2d": (of_group(torch.ones(2, 2)), ValueError, "rewards", "[2, 2]"),
     "group size zero": (of_group(group_size=0), ValueError, "group_size", "0"),
     "group size no divisor": (of_group(group_size=3), ValueError, "group_size", "3"),
+    "group size float": (of_group(group_size=2.0), TypeError, "group_size", "2.0"),
     "no groups": (of_group(group_size=None), ValueError, "group_size", "neither"),
     "group ids floats": (of_group(group_size=None, group_ids=torch.zeros(4)), TypeError, "group_ids", "float32"),
     "group ids short": (of_group(group_size=None, group_ids=torch.arange(3)), ValueError, "group_ids", "[3]"),
@@ -290,10 +294,8 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group', got 2"),
     "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
     "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
-    "offsets": (
-        lambda: turn_advantages(torch.ones(2, 3), torch.ones(5).long(), cu_seqlens=torch.tensor([0, 1, 4])),
-        *(ValueError, "cu_seqlens", "[0, 1, 4]"),
-    ),
+    "offsets": (lambda: turn_advantages(torch.ones(2, 3), **PACKED), ValueError, "cu_seqlens", "[0, 1, 4]"),
+    "sequences": (lambda: turn_advantages(torch.ones(3, 3), **PACKED), ValueError, "cu_seqlens", "[0, 1, 4]"),
 }
 
 

@@ -203,6 +203,9 @@ def test_masked_shares_combine() -> None:
         ([{"tokens": torch.zeros(())}, {}], "parts must be dicts with the same keys, got 'tokens' only in some"),
         ([{"my_metric": torch.zeros(())}], r"or listed in divisors \({'my_metric': 'tokens'} .*, got 'my_metric'"),
         ([{"tokens": torch.zeros(2)}], r"tokens in parts must be a tensor \[\] or a number, got .*\[2\]"),
+        (["kl"], "parts must be dicts of metrics, such as LossOutput.metrics, got a str"),
+        ([{}], "parts must be dicts with at least one metric, got empty ones"),
+        ([{1: torch.zeros(())}], "parts must be dicts with the names of metrics as keys, got 1"),
         ({"tokens": torch.zeros(())}, "parts must be a list of metrics, got a dict"),
     ],
 )

@@ -153,6 +153,19 @@ def test_forward_mode_is_refused(name: str) -> None:
         torch.func.jvp(function, (x,), (torch.ones_like(x),))
 
 
+def test_log_probs_without_a_gradient_are_computed_inside_torch_func_grad() -> None:
+    tensors = arguments(0, "linear_log_probs")
+    expected = scalar("linear_log_probs", "torch", tensors)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = scalar("linear_log_probs", "torch", {**tensors, "hidden": x})
+        return x.sum() * constant
+
+    x = tensors["hidden"].nan_to_num()  # masked positions hold NaN
+    torch.testing.assert_close(torch.func.grad(function)(x), torch.full_like(x, expected.item()))
+
+
 MAPPED = [("torch", name, mapped) for name in REPLACEMENTS for mapped in [*arguments(0, name), "all"]]
 
 

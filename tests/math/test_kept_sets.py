@@ -378,6 +378,10 @@ def test_constructors_name_bad_input() -> None:
     make, column = KeptSets, KeptSets.from_padded(ids.view(6, 1), fill=-1)
     calls: dict[str, Any] = {
         "sizes must be given, or fill instead of it": lambda: make.from_padded(ids),
+        "counts must be at least 0": lambda: make.from_counts(ids[0], torch.tensor([-1, 4])),
+        r"ids must be a tensor \[K\] with K = 5": lambda: make.from_counts(ids[0], torch.tensor([1, 4])),
+        "the offsets of samples must be non-dec": lambda: make.from_samples([(ids[0], torch.tensor([1, 3]))]),
+        "tokens must be a mask of the 6 tokens": lambda: column.select(ids[0] > 0),
         "sizes must be from 0 to k = 3": lambda: make.from_padded(ids, sizes=torch.tensor([1, 4])),
         "sets must be for each answer, for each of its tokens": lambda: make.from_lists([[1, 2]]),
         "length must be at least 2": lambda: make.from_lists([[[1], [2]]], length=1),

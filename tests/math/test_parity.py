@@ -63,7 +63,7 @@ def test_normalizers_from_the_host_trainer(aggregation: str, as_tensor: bool, ba
     check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
 
 
-@pytest.mark.parametrize("name", ["gspo", "grpo", "k3-ratio", "everything"])
+@pytest.mark.parametrize("name", ["gspo", "everything"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise(name: str, packed: bool, backend: str) -> None:
     objective = Objective(**OBJECTIVES[name])

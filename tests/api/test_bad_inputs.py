@@ -455,6 +455,11 @@ def test_numpy_numbers_are_accepted() -> None:
     assert torch.equal(plain.loss, same.loss)
 
 
+def test_meta_tensors_pass_through() -> None:
+    inputs = {k: v.to("meta") for k, v in accepted(linear_log_probs, good_inputs()).items()}
+    assert linear_log_probs(**inputs).log_probs.shape == (B, T)
+
+
 def test_gspo_check_must_be_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_CHECK", "yes")
     with pytest.raises(ValueError, match="GSPO_CHECK must be 0 or 1, got 'yes'"):

@@ -16,7 +16,7 @@ from helpers.samples import call_fused, make_sample, run_fused
 from tolerance import check
 from torch import Tensor, nn
 
-from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels import KeptSets, LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already results a `peft_config`")
 
@@ -58,13 +58,17 @@ def trained(head: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equals_the_module(
-    head: Any, backend: str, dtype: torch.dtype = torch.float32, log_probs_dtype: torch.dtype = torch.float32
+    head: Any,
+    backend: str,
+    dtype: torch.dtype = torch.float32,
+    log_probs_dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Assert that log-probs and gradients equal the results of the module's forward. Return our gradients."""
     ids, mask = targets_and_mask()
     hidden = hidden_states(dtype)
     moved = to_device(copy.deepcopy(head))
-    ours = under_test.linear_log_probs(hidden, moved, ids, mask=mask, backend=backend).log_probs
+    ours = under_test.linear_log_probs(hidden, moved, ids, mask=mask, backend=backend, **options).log_probs
     grads = to_device(gradients(ours, {"hidden": hidden, **trained(moved)}), "cpu")
     same = plain_log_probs(head, hidden)
     same_grads = gradients(same, {"hidden": hidden, **trained(head)})
@@ -160,6 +164,13 @@ def test_lora_on_the_head_equals_peft(adapters: int, base_bias: bool, use_rslora
 def test_adapters_on_a_bf16_head_keep_their_dtype(dtype: torch.dtype, backend: str) -> None:
     grads = assert_equals_the_module(lora(torch.bfloat16, 2, adapter_dtype=dtype), backend, torch.bfloat16)
     assert {g.dtype for name, g in grads.items() if "lora_" in name} == {dtype}
+
+
+@on_device
+def test_kept_sets_of_all_ids_equal_the_vocabulary_of_a_lora_head(backend: str) -> None:
+    sets = KeptSets.from_mask(torch.ones(B, T, V, dtype=torch.bool))
+    grads = assert_equals_the_module(lora(adapters=2), backend, kept_sets=sets)
+    assert len(grads) == 5
 
 
 def test_only_active_adapters_count(backend: str) -> None:

@@ -281,8 +281,8 @@ def test_sums_over_several_chains_of_hidden_elements_are_complete() -> None:
 @on_device
 def test_nan_rows_without_a_gradient_stay_zero_without_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without host reads, as during the capture of a CUDA graph, the kernels compute all rows, even masked ones."""
-    head, _, d = head_and_upstream(300, 601)
-    head.hidden[d == 0] = torch.nan
+    head, _, d = head_and_upstream(300, 601, temperature=torch.full((300,), 0.7))
+    head.hidden[d == 0] = head.temperature[d == 0] = torch.nan
     result = triton_backend.head_forward(head)
     assert result.log_probs[head.mask & (d == 0)].isnan().any()
     expected = triton_backend.head_backward(head, result, d, None, NEEDS)

@@ -261,7 +261,7 @@ def test_empty_batches() -> None:
 REWARDS_OF_FOUR = torch.tensor([1.0, 0.0, 0.5, 1.0])
 
 
-PACKED: dict[str, Any] = {"turn_ids": torch.ones(5).long(), "cu_seqlens": torch.tensor([0, 1, 4])}
+PACKED: dict[str, Any] = {"turn_ids": torch.ones(4).long(), "cu_seqlens": torch.tensor([0, 1, 4])}
 
 
 def of_group(rewards: Any = REWARDS_OF_FOUR, group_size: Any = 2, **options: Any) -> Callable[[], object]:
@@ -294,8 +294,11 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group', got 2"),
     "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
     "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
-    "offsets": (lambda: turn_advantages(torch.ones(2, 3), **PACKED), ValueError, "cu_seqlens", "[0, 1, 4]"),
-    "sequences": (lambda: turn_advantages(torch.ones(3, 3), **PACKED), ValueError, "cu_seqlens", "[0, 1, 4]"),
+    "offsets": (
+        lambda: turn_advantages(torch.ones(2, 3), **PACKED | {"turn_ids": torch.ones(5).long()}),
+        *(ValueError, "cu_seqlens", "[0, 1, 4]"),
+    ),
+    "sequences": (lambda: turn_advantages(torch.ones(3, 3), **PACKED), ValueError, "cu_seqlens", "[3]"),
 }
 
 

@@ -10,8 +10,8 @@ import torch
 from functorch.compile import make_boxed_func
 from helpers.captured import arguments_of
 from helpers.device import linear_log_probs, on_device, policy_loss
-from helpers.marks import slow
-from helpers.samples import call_fused, make_sample
+from helpers.marks import slow, triton_is_slow
+from helpers.samples import call_fused, make_sample, new_leaves
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
@@ -58,6 +58,25 @@ def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
         return out.log_probs, out.entropy
 
     assert gradcheck(outputs, leaves, backend)
+
+
+@on_device
+@triton_is_slow
+def test_losses_pass_gradcheck(backend: str) -> None:
+    """Gradcheck also passes undefined gradients. Other objectives are compared with the oracle's gradients."""
+    sample = make_sample(1, objective=Objective(**OBJECTIVES["entropy"]), spread=0.3, **SMALL)
+
+    def fused(*operands: Tensor) -> Tensor:
+        return call_fused(sample, dict(zip(sample.leaves, operands, strict=True)), backend).loss
+
+    def policy(log_probs: Tensor, entropies: Tensor) -> Tensor:
+        options = {name: sample.options[name] for name in ("mask", "old_log_probs")}
+        options |= {"objective": sample.objective, "backend": backend}
+        return policy_loss(log_probs, sample.advantages, entropy=entropies, **options).loss
+
+    lp = torch.where(sample.options["mask"], sample.options["old_log_probs"].double() - 0.05, -1.0)
+    assert gradcheck(fused, list(new_leaves(sample).values()), backend)
+    assert gradcheck(policy, (lp.requires_grad_(), lp.detach().abs().requires_grad_()), backend)
 
 
 OPERATORS = {

@@ -26,7 +26,6 @@ from gspo_kernels.integrations.reference_trainer import TrainConfig, measures, p
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.report import SeedResult
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.settings import Step
 from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent, task_by_name
@@ -267,15 +266,6 @@ def test_every_number_of_a_step_equals_its_definition(tmp_path: Path) -> None:
         rows_of(report.folder)[0]["eval_reward"],
         rows[2]["eval_reward"],
     )
-
-
-def test_a_summary_averages_clip_fractions_over_the_first_half_of_the_steps() -> None:
-    steps = [{"clip_fraction": x, "seconds": 2.0, "groups_without_signal": 0.0} for x in (0.1, 0.3, 0.8)]
-    rows: list[dict[str, Any]] = [{"eval_reward": 0.25}, *steps]
-    rows[-1]["eval_reward"] = 0.75
-    result = SeedResult.from_rows(3, rows)
-    assert (result.start_reward, result.end_reward, result.seconds) == (0.25, 0.75, 6.0)
-    assert result.clip_fraction == close(0.2)
 
 
 # Advantages

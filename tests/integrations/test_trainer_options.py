@@ -95,13 +95,6 @@ def test_lora_on_a_checkpoint_has_a_learning_rate_of_its_own() -> None:
 # Values from Python
 
 
-@pytest.mark.parametrize("make", [train_config, TrainConfig])
-def test_values_from_python_may_be_texts_and_lists(make: Callable[..., TrainConfig]) -> None:
-    config = make(model=Path("tiny"), data="data.jsonl", output="runs", name="mine", seeds=[1], report_to=[])
-    assert (config.model, config.data, config.folder) == ("tiny", Path("data.jsonl"), Path("runs/mine"))
-    assert (config.seeds, config.report_to) == ((1,), ())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -514,8 +507,3 @@ def test_a_missing_tracker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ModuleNotFoundError, match=rf"report_to={name} needs {name}, .*\[trackers\]"):
         train(small(tmp_path, report_to=(name,)))
     assert not (tmp_path / "demo").exists()
-
-
-def test_the_manual_names_every_preset() -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "trainer.md").read_text()
-    assert all(f"`{preset}`" in page for preset in PRESETS)

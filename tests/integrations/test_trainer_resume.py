@@ -281,14 +281,6 @@ def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return stopped(folder, patch, 6, options={"seeds": (0, 1, 2)})
 
 
-def test_a_stopped_run_may_drop_seeds_that_have_not_begun(two_seeds: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    shutil.copytree(two_seeds, folder)
-    report = train(read_config(texts=["seeds=0,1"], resume=folder))
-    assert [result.seed for result in report.results] == [0, 1]
-    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3] * 2
-
-
 def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy.demo_policy().save(tmp_path / "model")
     lines = [{"prompt": f"sort {x}:", "answer": x} for x in "abcdefsort"]

@@ -219,4 +219,5 @@ def check_loss(ours: Tensor, truth: Tensor, size: float) -> None:
 
 
 # Mean share of rows over 100 simulated rollouts, whose random numbers may differ between versions of PyTorch.
-SIMULATED_SHARE_ABSOLUTE = 0.02
+# Gradients of checkpointed layers in float64, differentiated for some rows: sums over rows in another order.
+ROW_CHECKPOINT_RELATIVE = 1e-13

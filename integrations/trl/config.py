@@ -45,8 +45,8 @@ class GSPOConfig(GRPOConfig):
     agree, so `GSPOConfig(**config.to_dict())` and `dataclasses.replace(config, ...)` work.
 
     `gradient_budget` and `cache_mib` are arguments of `linear_log_probs`, for the training steps of the policy.
-    `skip_zero_advantage` is an argument of `accelerate_trainer`. `zero_equal_rewards` gives groups with bitwise equal
-    rewards an advantage of exactly 0.
+    `skip_zero_advantage` and `skip_rows_without_gradient` are arguments of `accelerate_trainer`. `zero_equal_rewards`
+    gives groups with bitwise equal rewards an advantage of exactly 0.
 
     Raises:
         ValueError, TypeError: GRPOConfig refuses a setting; `generation_batch_size` and `steps_per_generation`
@@ -86,6 +86,13 @@ class GSPOConfig(GRPOConfig):
             "change the gradients."
         },
     )
+    skip_rows_without_gradient: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether checkpointed layers are not differentiated for answers without a gradient, such as "
+            "clipped ones. If `None`, wherever this does not change the other gradients."
+        },
+    )
     zero_equal_rewards: bool = field(
         default=True,
         metadata={
@@ -96,8 +103,9 @@ class GSPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         BackwardSettings(self.gradient_budget, self.cache_mib).check("GSPOConfig")
-        if self.skip_zero_advantage is not None:
-            Checks("GSPOConfig").boolean("skip_zero_advantage", self.skip_zero_advantage)
+        for name in ("skip_zero_advantage", "skip_rows_without_gradient"):
+            if getattr(self, name) is not None:
+                Checks("GSPOConfig").boolean(name, getattr(self, name))
         Checks("GSPOConfig").boolean("zero_equal_rewards", self.zero_equal_rewards)
         _check_loss(self)
         batch_size = self.generation_batch_size

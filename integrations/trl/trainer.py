@@ -22,6 +22,7 @@ from ..huggingface.fused_head import fused_head_of
 from .config import LEVELS, METHOD, GSPOConfig, backward_settings, check_trainer, warn_of_settings_that_never_clip
 from .logs import log_backwards, print_settings, replace_method
 from .model_forward import ModelLogProbs
+from .row_checkpoint import OPTION, LiveRows, check_request
 from .zero_advantage import EqualRewards, LiveAnswers, check_skipping
 
 # Attributes of a trainer.
@@ -85,7 +86,9 @@ class GSPOTrainer(GRPOTrainer):
         _warn_of_overridden_log_probs("GSPOTrainer", type(self), stacklevel=3)
         warn_of_settings_that_never_clip(self, stacklevel=4)
         check_skipping("GSPOTrainer", self, None)
-        _accelerate("GSPOTrainer", self, settings, None)
+        skip_rows = getattr(args, OPTION, None)
+        check_request("GSPOTrainer", self, skip_rows)
+        _accelerate("GSPOTrainer", self, settings, None, skip_rows)
 
 
 def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSettings:
@@ -120,6 +123,7 @@ def accelerate_trainer(
     gradient_budget: float | None = None,
     cache_mib: float | None = None,
     skip_zero_advantage: bool | None = None,
+    skip_rows_without_gradient: bool | None = None,
 ) -> Trainer:
     """Compute the log-probs of the trainer's model and reference model with `linear_log_probs`.
 
@@ -140,6 +144,8 @@ def accelerate_trainer(
             setting of the trainer's GSPOConfig; otherwise a budget of 0, and the default of `cache_mib`.
         skip_zero_advantage: whether answers with advantage 0 do not run through the model. None: the setting of the
             trainer's GSPOConfig; otherwise wherever this does not change the gradients.
+        skip_rows_without_gradient: whether checkpointed layers are not differentiated for answers without a gradient,
+            such as clipped ones (`huggingface.skip_rows_without_gradient`). None: as for `skip_zero_advantage`.
 
     Returns:
         The trainer.
@@ -148,8 +154,9 @@ def accelerate_trainer(
         TypeError: `trainer` is not a GRPOTrainer.
         ValueError: `cast_lm_head_to_fp32` is set, so that head and hidden states have different dtypes; the budget is
             not 0 and TRL adds an entropy bonus; `use_liger_kernel` is set on a CPU (Liger's kernels need a GPU).
-        ValueError: `skip_zero_advantage` is True, and skipping would change gradients, for example with `beta`.
-        ValueError, TypeError: `gradient_budget`, `cache_mib` or `skip_zero_advantage` is invalid.
+        ValueError: `skip_zero_advantage` or `skip_rows_without_gradient` is True, and skipping would change gradients,
+            for example with `beta` or with dropout.
+        ValueError, TypeError: `gradient_budget`, `cache_mib` or one of these two is invalid.
         HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
 
     Warns:
@@ -165,12 +172,17 @@ def accelerate_trainer(
     check_trainer(place, trainer.args)
     settings = backward_settings(place, trainer.args, trainer._entropy_bonus_enabled, gradient_budget, cache_mib)
     check_skipping(place, trainer, skip_zero_advantage)
+    if skip_rows_without_gradient is None:
+        skip_rows_without_gradient = getattr(trainer.args, OPTION, None)
+    check_request(place, trainer, skip_rows_without_gradient)
     _warn_of_overridden_log_probs(place, type(trainer), stacklevel=3)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
-    return _accelerate(place, trainer, settings, skip_zero_advantage)
+    return _accelerate(place, trainer, settings, skip_zero_advantage, skip_rows_without_gradient)
 
 
-def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skip_zero_advantage: bool | None) -> Trainer:
+def _accelerate(
+    place: str, trainer: Trainer, settings: BackwardSettings, skip_answers: bool | None, skip_rows: bool | None
+) -> Trainer:
     """Fuse the trainer's models and replace its methods. `place` is the function or class that the user called."""
     models: list[Any] = [x for x in (trainer.model, trainer.ref_model) if x is not None]
     models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
@@ -185,15 +197,16 @@ def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings, skip_z
     if previous is None:
         log_backwards(trainer)
         _use_log_probs(trainer)
-        setattr(trainer, _LIVE, LiveAnswers(trainer))
+        setattr(trainer, _LIVE, LiveAnswers(trainer, LiveRows(trainer)))
         if getattr(trainer.args, "zero_equal_rewards", True):
             EqualRewards(trainer, zeroes=isinstance(trainer, GSPOTrainer))
     live: LiveAnswers = vars(trainer)[_LIVE]
-    before = live.skipping
-    live.requested = skip_zero_advantage
+    rows = live.rows
+    before = live.skipping, rows.description
+    live.requested, rows.requested = skip_answers, skip_rows
     live.decide()
-    if previous != log_probs or live.skipping != before:
-        print_settings(place, trainer, heads[0], settings, live.skipping.description)
+    if previous != log_probs or (live.skipping, rows.description) != before:
+        print_settings(place, trainer, heads[0], settings, f"{live.skipping.description}, {rows.description}")
     return trainer
 
 

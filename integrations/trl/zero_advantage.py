@@ -4,9 +4,10 @@ Without KL, entropy bonus and router loss, the gradient of an answer with advant
 the model on the other answers only. TRL's loss still gets the log-probs of all answers, so that its divisors and clip
 fractions do not change: an answer that did not run gets its old log-probs, and its ratio is 1.
 
-Live answers are those that run. Every rank runs at least two tokens per micro-batch, and the slowest rank determines
-the time of a micro-batch. So the live answers of each optimizer step are moved into as few micro-batches as possible,
-and every rank gets as many of them as the others.
+Live answers are those that run. Padding does not run either: within an optimizer step, live answers are sorted by
+length, and each micro-batch is cropped to the longest of its answers and prompts. Every rank runs at least two tokens
+per micro-batch, and the slowest rank determines the time of a micro-batch. So every rank gets as many live answers as
+the others, of similar length.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gspo_kernels.validation import Checks
 from ..huggingface.rows import interaction_of_rows, live_tokens, positions_are_relative, rope_of_longest_row
 from .config import LOSS_TYPES, METHOD
 from .logs import method_before, replace_method
+from .row_checkpoint import LiveRows
 
 _COMPUTE_LOSS, _GENERATE, _PREPARE = "_compute_loss", "_generate_and_score_completions", "_prepare_inputs"
 _SAMPLE = "_generate"
@@ -43,12 +45,13 @@ _KEYS = {
 class Skipping(NamedTuple):
     """Whether answers with advantage 0 skip the model, and what else is done to save time.
 
-    `crops`: the other answers are cropped to the longest of them. `moves`: they are moved into as few micro-batches of
-    an optimizer step as possible.
+    `crops`: the other answers are cropped to the longest of them, with `crops_prompts` also the padding of prompts.
+    `moves`: within an optimizer step, they are sorted by length, so that micro-batches have little padding.
     """
 
     is_on: bool
     crops: bool
+    crops_prompts: bool
     moves: bool
     description: str  # for the line that the trainer prints
 
@@ -81,10 +84,13 @@ def skipping(trainer: Any, requested: bool | None) -> Skipping:
     reason = _inexact_setting(trainer)
     if reason or wanted is False:
         description = f"skip_zero_advantage=False{f' ({reason})' if wanted is None else ''}"
-        return Skipping(False, False, False, description)
+        return Skipping(False, False, False, False, description)
     length, order = _dependence_on_length(trainer), _dependence_on_order(trainer)
     kept = ", ".join(f"{name} kept: {why}" for name, why in (("padding", length), ("order", order)) if why)
-    return Skipping(True, not length, not order, f"skip_zero_advantage=True{f' ({kept})' if kept else ''}")
+    crops_prompts = not length and positions_are_relative(trainer.model)
+    return Skipping(
+        True, not length, crops_prompts, not order, f"skip_zero_advantage=True{f' ({kept})' if kept else ''}"
+    )
 
 
 def _wanted(trainer: Any, requested: bool | None) -> bool | None:
@@ -144,23 +150,34 @@ def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
     return live.any(1)
 
 
-def live_rows_last(live: Tensor) -> Tensor:
-    """Order the rows of an optimizer step: live rows go to its last micro-batches, and are shared evenly by the ranks.
+def widths_of(batch: Mapping[str, Any], loss_type: str) -> Tensor:
+    """Count the columns [B] of each answer up to its last token in the loss. Rows that are not live have width 0."""
+    mask = loss_mask(batch)
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (columns * (mask != 0)).amax(1) * live_rows(batch, loss_type)
 
-    The numbers of live rows of two ranks differ by at most 1.
-    Last is better than first: ranks exchange gradients during the backward of the last micro-batch, which hides more of
-    it if the micro-batch is large. Otherwise rows stay in their order.
+
+def rows_by_width(widths: Tensor) -> Tensor:
+    """Order the rows of an optimizer step by width, so that a micro-batch has little padding.
+
+    The k-th micro-batches of all ranks get rows of similar width. Rows that do not run come first, the widest rows
+    last: ranks exchange gradients during the backward of the last micro-batch, which hides more of it if the
+    micro-batch is large. Rows of the same width stay in their order.
 
     Args:
-        live: bool [ranks, micro-batches, rows].
+        widths: `widths_of` all rows, [ranks, micro-batches, rows].
 
     Returns:
-        The old places of the rows in the flattened `live`, [ranks, micro-batches * rows].
+        The old places of the rows in the flattened `widths`, [ranks, micro-batches * rows].
     """
-    places = torch.arange(live.numel(), device=live.device).view_as(live).permute(1, 2, 0).flatten()
-    order = torch.empty_like(places)
-    order[places] = live.flatten().int().argsort(stable=True)
-    return order.view(len(live), -1)
+    order = widths.flatten().argsort(stable=True).view(-1, len(widths))
+    order[1::2] = order[1::2].flip(1)  # otherwise the last rank would always get the widest row
+    return order.t()
+
+
+def padded_tokens(widths: Tensor, prompt: int) -> Tensor:
+    """Tokens of the slowest rank in each micro-batch, if `prompt` tokens precede each answer. [micro-batches]."""
+    return ((widths > 0).sum(2) * (prompt + widths.amax(2))).amax(0)
 
 
 class _Steps(TrainerCallback):
@@ -190,18 +207,19 @@ class LiveAnswers:
     computed just before that step, by the same calls of the model as in training: same rows, same width.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, rows: LiveRows) -> None:
         """Replace methods of the trainer. Before training, call `decide`."""
         self.trainer = trainer
+        self.rows = rows
         self.requested: bool | None = None
-        self.skipping = Skipping(False, False, False, "")
+        self.skipping = Skipping(False, False, False, False, "")
         self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
         self._log_probs: Tensor | None = None  # the latest, [B, C]
         self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch
         self._defers = False  # the old log-probs of the rollout that is being made are computed later
         self._is_rollout = False  # the next log-probs are these old log-probs
         self._is_deferred = False  # the old log-probs of this rollout are computed later
-        self._orders: list[Tensor] = []  # of the rows of each optimizer step of this rollout, by `live_rows_last`
+        self._orders: list[Tensor] = []  # of the rows of each optimizer step of this rollout, by `rows_by_width`
         self._steps = _Steps(trainer, self._forget_rollout)
         trainer.add_callback(self._steps)
         self._replaced: dict[str, Any] = {}
@@ -216,8 +234,9 @@ class LiveAnswers:
             replace_method(trainer, name, ours)
 
     def decide(self) -> None:
-        """Decide again about skipping, cropping and moving, for the next optimizer step."""
+        """Decide again about skipping, cropping, moving and the backward, for the next optimizer step."""
         self.skipping = skipping(self.trainer, self.requested)
+        self.rows.decide()
 
     def _skips(self) -> bool:
         return self.skipping.is_on and self.trainer.model.training
@@ -254,8 +273,8 @@ class LiveAnswers:
     ) -> tuple[Any, ...]:
         """Compute log-probs [B, C] and entropies [B, C] with the live rows of a batch. Other entropies are 0."""
         mask, live = loss_mask(batch), live_rows(batch, self.trainer.loss_type)
-        rows, width = live.nonzero()[:, 0], mask.shape[1]
-        prompt = input_ids.shape[1] - width
+        prompt = input_ids.shape[1] - mask.shape[1]
+        rows, begin, width = self._extent(attention_mask[:, :prompt], mask, live)
         # Rows that do not run need a ratio of 1: 0 * exp(new - old) is NaN if the exponential overflows.
         full = batch.get(_OLD, torch.zeros(mask.shape, device=mask.device))
         if len(rows) == 0:
@@ -266,9 +285,7 @@ class LiveAnswers:
             full = full + 0 * log_probs.sum()
             place = None
         else:
-            if self.skipping.crops:
-                width = int(mask[rows].any(0).nonzero().max()) + 1
-            ids, attended = input_ids[rows, : prompt + width], attention_mask[rows, : prompt + width]
+            ids, attended = (x[rows, begin : prompt + width] for x in (input_ids, attention_mask))
             log_probs, entropy, *rest = self._replaced[METHOD](model, ids, attended, width, **options)
             place = rows[:, None], torch.arange(width, device=rows.device)
             full = full.to(log_probs.dtype).index_put(place, log_probs)
@@ -279,6 +296,19 @@ class LiveAnswers:
             sums = (entropy * ran).sum(), ran.sum(), live.sum(), torch.ones_like(live).sum()
             self._sums = torch.stack([x.float() for x in sums])
         return full, entropy, *rest
+
+    def _extent(self, prompt_mask: Tensor, mask: Tensor, live: Tensor) -> tuple[Tensor, int, int]:
+        """Find the live rows, the first column of a prompt that one of them needs, and the width of their answers.
+
+        Reads the host once.
+        """
+        ones = torch.ones(1, dtype=torch.bool, device=mask.device)
+        prompts = torch.cat([(prompt_mask[:, :-1] * live[:, None]).any(0), ones])  # the last column always runs
+        answers = torch.cat([(mask * live[:, None]).any(0).flip(0), ones])
+        first, last, *runs = torch.cat([prompts.int().argmax(0, True), answers.int().argmax(0, True), live]).tolist()
+        rows = torch.tensor([i for i, run in enumerate(runs) if run], dtype=torch.long, device=mask.device)
+        begin = first if self.skipping.crops_prompts else 0
+        return rows, begin, mask.shape[1] - last if self.skipping.crops else mask.shape[1]
 
     def _log(self) -> None:
         """Log the share of rows that ran, and correct TRL's mean entropy, which counts the other rows as 0."""
@@ -328,7 +358,7 @@ class LiveAnswers:
             return inputs
         if trainer._buffered_inputs is not previous:
             self._orders = []
-            has_moved = self._move_live_rows()
+            has_moved = self._sort_rows()
             self._forget_old_log_probs(has_moved)
         elif self._orders and trainer._step == self._steps.number:
             size = len(trainer._buffered_inputs) // len(self._orders)
@@ -341,8 +371,8 @@ class LiveAnswers:
                     batch[_OLD] = self._old_log_probs(batch)
         return inputs
 
-    def _move_live_rows(self) -> bool:
-        """Move the live rows of a new rollout to the last batches of their optimizer steps, evenly on all ranks.
+    def _sort_rows(self) -> bool:
+        """Sort the rows of each optimizer step of a new rollout by width.
 
         Returns:
             True if rows have moved to other ranks.
@@ -351,16 +381,22 @@ class LiveAnswers:
         per_update = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         if not (self.skipping.moves and self._steps_consist_of(per_update)):
             return False
-        live = torch.stack([live_rows(batch, trainer.loss_type) for batch in trainer._buffered_inputs])[None]
+        batches = trainer._buffered_inputs
+        widths = torch.stack([widths_of(batch, trainer.loss_type) for batch in batches])[None]
         shares = False
         if trainer.accelerator.num_processes > 1 and self._can_share():
-            of_all = trainer.accelerator.gather(live.int())  # [ranks, batches, rows]
-            counts = of_all.unflatten(1, (-1, per_update)).sum((2, 3))  # [ranks, optimizer steps]
-            alone, shared = counts.amax(0), -(-counts.sum(0) // len(counts))  # rows of the slowest rank
-            again = shared[1:].sum() if _OLD in trainer._buffered_inputs[0] else 0  # rows of `_forget_old_log_probs`
-            shares = bool(3 * (alone - shared).sum() > again)  # a forward and backward take as long as three forwards
-            live = of_all.bool() if shares else live
-        self._orders = [live_rows_last(part) for part in live.split(per_update, 1)]
+            of_all = trainer.accelerator.gather(widths)  # [ranks, batches, rows]
+            alone, shared = torch.zeros((), device=widths.device), torch.zeros((), device=widths.device)
+            again = torch.zeros((), device=widths.device)  # tokens of `_forget_old_log_probs`
+            prompt = batches[0][_PROMPTS[0]].shape[1]
+            for i, part in enumerate(of_all.split(per_update, 1)):
+                alone += padded_tokens(part.flatten(1).sort(1).values.view_as(part), prompt).sum()
+                cost = padded_tokens(part.flatten()[rows_by_width(part)].view_as(part), prompt).sum()
+                shared += cost
+                again += cost * (i > 0 and _OLD in batches[0])
+            shares = bool(3 * (alone - shared) > again)  # a forward and backward take as long as three forwards
+            widths = of_all if shares else widths
+        self._orders = [rows_by_width(part) for part in widths.split(per_update, 1)]
         self._reorder(self._orders)
         return shares
 

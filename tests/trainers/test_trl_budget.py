@@ -29,6 +29,7 @@ from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
 
 BUDGET = 1e-2
+ROWS = ", skip_rows_without_gradient="
 KEYS = [f"gspo/{name}" for name in METRICS]
 ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
 
@@ -155,13 +156,16 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
         return calls[-1]["gradient_budget"], calls[-1]["cache_mib"]
 
     line = "gspo_kernels: backend torch on cpu; head 10 x 16 float32; "
-    assert capsys.readouterr().out == line + "gradient_budget=0.001, cache_mib=64; skip_zero_advantage=True\n"
+    assert (
+        capsys.readouterr().out
+        == line + "gradient_budget=0.001, cache_mib=64; skip_zero_advantage=True" + f"{ROWS}True\n"
+    )
     assert settings() == (1e-3, 64)
     accelerate_trainer(trainer)  # the settings of GSPOConfig
     assert capsys.readouterr().out == "" and settings() == (1e-3, 64)
     accelerate_trainer(trainer, gradient_budget=0.0)
     assert (
-        capsys.readouterr().out == line + "gradient_budget=0, cache_mib=64; skip_zero_advantage=True\n"
+        capsys.readouterr().out == line + "gradient_budget=0, cache_mib=64; skip_zero_advantage=True" + f"{ROWS}True\n"
         and settings() == (0.0, 64)
     )
     monkeypatch.setenv("GSPO_CACHE_MIB", "3")
@@ -169,14 +173,19 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
     accelerate_trainer(trainer, gradient_budget=0.5)
     assert (
         capsys.readouterr().out
-        == line + "gradient_budget=0.5, cache_mib=3 (GSPO_CACHE_MIB); skip_zero_advantage=True\n"
+        == line + "gradient_budget=0.5, cache_mib=3 (GSPO_CACHE_MIB); skip_zero_advantage=True" + f"{ROWS}True\n"
     )
     assert settings() == (0.5, None)
     # Another trainer of the same model, whose GRPOConfig has no such settings.
     monkeypatch.delenv("GSPO_CACHE_MIB")
     make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE, bf16=True)
     in_bf16 = line.replace("float32", "float32, cast to bfloat16")
-    assert capsys.readouterr().out == in_bf16 + "gradient_budget=0, cache_mib=0 (default); skip_zero_advantage=True\n"
+    assert (
+        capsys.readouterr().out
+        == in_bf16
+        + "gradient_budget=0, cache_mib=0 (default); skip_zero_advantage=True"
+        + f"{ROWS}False (gradient_checkpointing=False)\n"
+    )
 
 
 def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

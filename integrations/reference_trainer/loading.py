@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gspo_kernels.extras import needs
 
 from ..huggingface.fused_head import base_model
+from ..huggingface.row_checkpoint import RowCheckpoint
+from ..huggingface.rows import separate_experts
 from .chat import check_variables
 from .config import InputError, TrainConfig
 from .distributed import shard, world
@@ -157,6 +159,9 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
         enable({"use_reentrant": False})
     policy = make_policy(model, tokenizer)
     policy.checkpointing = config.gradient_checkpointing
+    # Dropout is no reason against it, because policies train in evaluation mode.
+    if config.gradient_checkpointing and not (policy.router_loss_weight or separate_experts(policy.inner)):
+        policy.row_checkpoint = RowCheckpoint(policy.inner)
     check_variables(tokenizer, config.chat_template_kwargs)
     policy.chat_template_kwargs = config.chat_template_kwargs
     return policy

@@ -15,7 +15,13 @@ from torch import Tensor
 from gspo_kernels import LossOutput
 from gspo_kernels.metrics import COUNTS, combine
 
-MEANS = ("loss", "router_aux_loss", "grad_norm", "rows_run")  # a step has their means over its updates
+MEANS = (
+    "loss",
+    "router_aux_loss",
+    "grad_norm",
+    "rows_run",
+    "rows_differentiated",
+)  # a step has their means over its updates
 
 
 class Measures(NamedTuple):

@@ -18,6 +18,7 @@ from gspo_kernels.inputs.lm_head import is_a
 
 from ..huggingface import FusedHead, fuse_head
 from ..huggingface.fused_head import base_model
+from ..huggingface.row_checkpoint import RowCheckpoint
 from .config import InputError
 
 SORTING = "abcdefsort :"  # the characters of the sorting task
@@ -36,6 +37,7 @@ class Policy:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     checkpointing: bool = False  # recompute activations in the backward
+    row_checkpoint: RowCheckpoint | None = None  # leaves clipped answers out of the backward
     rounds_merged: bool = False  # the weights are a merged adapter's, rounded to 16 bits
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
 
@@ -73,8 +75,8 @@ class Policy:
         mask = rollout.attention_mask
         positions = positions_of(mask)
         inputs = dict(input_ids=rollout.input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
-        if self.has_routers and train:
-            inputs["output_router_logits"] = True
+        if self.has_routers:
+            inputs["output_router_logits"] = train and self.router_loss_weight != 0
 
         def at_answers(hidden: Tensor, head: Any, **options: Any) -> Any:
             return with_head(hidden[:, first - 1 : -1], head, **options)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gspo_kernels import KeptSets, LossOutput, gspo_fused_loss, linear_log_probs
 
+from ..huggingface.rows import rope_of_longest_row
 from .config import TrainConfig
 from .distributed import gather, gather_rows, share, world
 from .measures import Measures, Update, joined, measured, numbers
@@ -80,6 +81,45 @@ def mini_batches(config: TrainConfig, seed: int, step: int) -> list[list[Tensor]
     return epochs
 
 
+def rows_by_length(rollout: Rollout, live: Tensor | None, rows: Tensor) -> Tensor:
+    """Order the rows of a mini-batch that run, so that micro-batches have little padding.
+
+    Each process gets a consecutive part of them. The k-th micro-batches of all processes get answers of similar length.
+    """
+    rows = rows_to_run(live, rows)
+    lengths = rollout.answer_mask[rows.to(rollout.answer_mask.device)].sum(1).cpu()
+    order = lengths.argsort(stable=True).view(-1, world())
+    return rows[order.t().flatten()]
+
+
+def cropped(record: Any, columns: slice) -> Any:
+    """Take some columns of a `Rollout` [B, P + T], and of a `Batch` that contains it. P is the width of the prompts."""
+    rollout = record.rollout if isinstance(record, Batch) else record
+    width = rollout.prompt_width
+    ids, mask = rollout.input_ids[:, columns], rollout.attention_mask[:, columns]
+    count = columns.stop - width
+    kept = [KeptSets(x.ids[: int(x.offsets[count])], x.offsets[: count + 1], x.empty) for x in rollout.kept or ()]
+    answers = {name: getattr(rollout, name)[:, :count] for name in ("answer_mask", "log_probs")}
+    prompt = width - columns.start
+    rollout = replace(rollout, input_ids=ids, attention_mask=mask, prompt_width=prompt, kept=kept or None, **answers)
+    if not isinstance(record, Batch):
+        return rollout
+    names = ("old_log_probs", "ref_log_probs", "advantages")
+    values = {name: getattr(record, name) for name in names}
+    values = {name: x[:, :count] if isinstance(x, Tensor) and x.ndim == 2 else x for name, x in values.items()}
+    return replace(record, rollout=rollout, **values)
+
+
+def columns_to_run(policy: Policy, rollout: Rollout) -> slice:
+    """The columns of prompts and answers that some row needs. All columns, if RoPE depends on the longest row."""
+    width, total = rollout.prompt_width, rollout.input_ids.shape[1]
+    if rope_of_longest_row(policy.inner):
+        return slice(0, total)
+    needed = torch.cat([rollout.attention_mask[:, :width].bool(), rollout.answer_mask], 1).any(0).nonzero()[:, 0]
+    first, last = needed[[0, -1]].tolist()
+    return slice(min(first, width - 1), max(last + 1, width + 1))
+
+
 def micro_batches(config: TrainConfig, rows: Tensor) -> list[Tensor]:
     """Divide this process's rows of a mini-batch into micro-batches."""
     own: Any = share(rows)  # type: ignore[type-var]
@@ -103,7 +143,7 @@ def with_log_probs(
         live: see `Batch`. The other answers keep the sampler's log-probs.
         reuses_first: leave out the first mini-batch, whose update writes its log-probs (see `update`).
     """
-    to_run = [rows_to_run(live, rows) for rows in (first_epoch[1:] if reuses_first else first_epoch)]
+    to_run = [rows_by_length(rollout, live, rows) for rows in (first_epoch[1:] if reuses_first else first_epoch)]
 
     def computed(model: Policy) -> Tensor:
         """Compute log-probs in the order of `to_run`."""
@@ -127,6 +167,8 @@ def with_log_probs(
 @torch.no_grad()
 def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> Tensor:
     """Compute the log-probs of answers, [b, T] fp32."""
+    width = rollout.answer_mask.shape[1]
+    rollout = cropped(rollout, columns_to_run(policy, rollout))
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
         options |= {"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}
@@ -134,7 +176,12 @@ def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> Tenso
         return linear_log_probs(hidden, head, rollout.answer_ids, **options).log_probs
 
     with autocast(config, policy):
-        return policy.run(rollout, log_probs)[0]
+        return widened(policy.run(rollout, log_probs)[0], width)
+
+
+def widened(log_probs: Tensor, width: int) -> Tensor:
+    """Fill log-probs of cropped answers with 0, up to [b, width]."""
+    return torch.nn.functional.pad(log_probs, (0, width - log_probs.shape[1]))
 
 
 def kept_sets(config: TrainConfig, rollout: Rollout) -> KeptSets | None:
@@ -188,7 +235,7 @@ def gradients(
     optimizer.zero_grad()
     mask = take(batch.rollout, rows).answer_mask
     divisors = normalizers(config, mask)
-    to_run = rows_to_run(batch.live, rows)
+    to_run = rows_by_length(batch.rollout, batch.live, rows)
     parts = micro_batches(config, to_run)
     measures = []
     losses = []
@@ -196,6 +243,7 @@ def gradients(
     log_probs = []
     for part in parts:
         micro_batch = take(batch, part)
+        micro_batch = cropped(micro_batch, columns_to_run(policy, micro_batch.rollout))
         with autocast(config, policy):
             out, model_output = policy.run(
                 micro_batch.rollout, loss_of(config, micro_batch, divisors, is_first), train=True
@@ -208,20 +256,24 @@ def gradients(
             router_losses.append(model_output.aux_loss.detach())
         optimizer.backward(loss)
         losses.append(loss.detach())
-        log_probs.append(out.log_probs)
+        log_probs.append(widened(out.log_probs, mask.shape[1]))
     if is_first:
         batch.old_log_probs[to_run] = gather_rows(torch.cat(log_probs))
     # Normalizers count all micro-batches and are divided by the number of processes. So losses of micro-batches add up,
     # and the loss is the mean over processes.
-    own = (sum(x.item() for x in losses), [x.item() for x in router_losses], joined(measures).cpu())
+    counts = policy.row_checkpoint.take() if policy.row_checkpoint else (0, 0)
+    own = (sum(x.item() for x in losses), [x.item() for x in router_losses], counts, joined(measures).cpu())
     of_processes = gather(own)
     together = joined([of_process for *_, of_process in of_processes])
     ran = take(batch.rollout, to_run).answer_mask
     skipped = mask.any(1).sum() - ran.any(1).sum(), mask.sum() - ran.sum()
     together = together._replace(skipped=torch.stack(skipped).cpu())
     shown = {"loss": fmean(loss for loss, *_ in of_processes), "rows_run": len(to_run) / len(rows), **numbers(together)}
+    differentiated, checkpointed = (sum(x) for x in zip(*[counts for _, _, counts, _ in of_processes], strict=True))
+    if checkpointed:
+        shown["rows_differentiated"] = differentiated / checkpointed
     if router_losses:
-        shown["router_aux_loss"] = fmean(x for _, values, _ in of_processes for x in values)
+        shown["router_aux_loss"] = fmean(x for _, values, *_ in of_processes for x in values)
     if config.half_dtype == "float16":
         shown["loss_scale"] = optimizer.loss_scale
     shown["grad_norm"] = optimizer.clip()

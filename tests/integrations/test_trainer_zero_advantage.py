@@ -1,4 +1,4 @@
-"""Answers with advantage 0 do not run through the model of the reference trainer, and no update changes."""
+"""Padding, answers with advantage 0, and the backward of clipped answers do not run, and no update changes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ CASES: dict[str, tuple[float, dict[str, Any]]] = {
     "one micro-batch": (0.5, {}),
     "gradient budget": (0.5, {"micro_batch_size": 2, "gradient_budget": 0.3, "epochs": 2}),
     "no live answers": (1.0, {}),
+    "kept sets": (0.5, {"top_p": 0.9, "micro_batch_size": 2}),
     "advantages of tokens": (0.5, {"objective": "gspo-token", "advantages": ["group_advantages", "token_returns"]}),
     "divided by tokens": (0.5, {"objective": "dapo", "old_log_probs": "sampler"}),
     "correction of the sampler": (0.5, {"rollout_correction": RolloutCorrection(), "precision": "autocast"}),
@@ -61,11 +62,20 @@ def compare(runs: list[tuple[list[dict[str, Any]], dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_training_without_skipping(name: str, tmp_path: Path) -> None:
+def test_training_equals_training_on_all_rows_and_padding(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead, options = CASES[name]
-    runs = [run(tmp_path, skips, dead, **options) for skips in (False, True)]
-    compare(runs)
-    assert runs[0][0][0]["rows_run"] == 1 > runs[1][0][0]["rows_run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "rows_by_length", lambda rollout, live, rows: rows)
+        patch.setattr(update, "columns_to_run", lambda policy, rollout: slice(0, rollout.input_ids.shape[1]))
+        stock = run(tmp_path, False, dead, **options)
+    ours = run(tmp_path, True, dead, gradient_checkpointing=True, **options)
+    compare([stock, ours])
+    row = ours[0][0]
+    assert stock[0][0]["rows_run"] == 1 > row["rows_run"] and "rows_differentiated" not in stock[0][0]
+    if options.get("objective") != "dapo":  # which clips tokens
+        assert row.get("rows_differentiated", 0) < 1  # clipped answers ran, and were not differentiated
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 4}, {"precision": "bf16"}])

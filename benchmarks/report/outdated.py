@@ -50,6 +50,8 @@ MOVED_BY = {
         *LOSS,
         "integrations/trl/trainer.py",
         "integrations/trl/zero_advantage.py",
+        "integrations/trl/row_checkpoint.py",
+        "integrations/huggingface/row_checkpoint.py",
         "benchmarks/suites/skip.py",
     ),
     "step": (*LOSS, *TIMED, "benchmarks/suites/step.py"),

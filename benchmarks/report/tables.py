@@ -134,16 +134,41 @@ def kept_sets(every: Results, kind: str) -> str:
     return table(("ids in a set" if kind == "sets" else "extra ids", *map(shown, names)), rows)
 
 
-def skip(results: Results) -> str:
-    """Time and memory by the share of answers with advantage 0."""
+def step_on_a_gpu(results: Results) -> str:
+    """Time and memory by the share of answers with advantage 0, all of the same length."""
     shares = results["shares"]
-    on_gpu = "TRL peak_bytes" in shares[0]  # there, answers are random tokens, and generation is not timed
-    times = {"update": "time of the updates"} | ({} if on_gpu else {"with generation": "with generation"})
-    rows = [(label, *(f"{record[key]:.2f}x" for record in shares)) for key, label in times.items()]
-    for name in ("TRL", "GSPOTrainer") if on_gpu else ():
+    rows = [("time of the updates", *(f"{record['update']:.2f}x" for record in shares))]
+    for name in ("TRL", "GSPOTrainer"):
         peaks = (f"{record[f'{name} peak_bytes'] / 2**30:.1f} GiB" for record in shares)
         rows.append((f"peak memory with {name}", *peaks))
     return table(("answers with advantage 0", *(f"{1 - record['rows_run']:.0%}" for record in shares)), rows)
+
+
+def updates(results: Results) -> str:
+    """What updates cost, by the lengths of the answers and the share with advantage 0."""
+    rows = []
+    for case in results["cases"]:
+        padded = (f"{case[f'{name} tokens'] / case['real tokens']:.2f}" for name in ("TRL", "GSPOTrainer"))
+        clipped = " / ".join(f"{100 * share:.0f}" for share in case["clipped"])
+        memory = [
+            f"{case[f'{name} peak_bytes'] / 2**30:.1f} GiB"
+            for name in ("TRL", "GSPOTrainer")
+            if f"{name} peak_bytes" in case
+        ]
+        rows.append(
+            (case["lengths"], f"{1 - case['rows_run']:.0%}", f"{clipped} %", *padded, *memory, f"{case['update']:.2f}x")
+        )
+    memory = ["memory of TRL", "of GSPOTrainer"] if "TRL peak_bytes" in results["cases"][0] else []
+    header = (
+        "lengths",
+        "advantage 0",
+        "clipped in updates 1 to 4",
+        "tokens that TRL runs",
+        "that we run",
+        *memory,
+        "time",
+    )
+    return table(header, rows)
 
 
 def step_of_trl_on_a_cpu(every: Results) -> str:
@@ -358,8 +383,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kernels on a gpu": kernels_on_a_gpu,
     "kept sets": lambda every: kept_sets(every, "sets"),
     "extra ids": lambda every: kept_sets(every, "extra"),
-    "step on a gpu": lambda every: skip(every[f"skip-{H200}"]),
-    "skip on a cpu": lambda every: skip(every["skip-cpu"]),
+    "step on a gpu": lambda every: step_on_a_gpu(every[f"skip-{H200}"]),
+    "skip on a cpu": lambda every: updates(every["skip-cpu"]),
     "step of trl on a cpu": step_of_trl_on_a_cpu,
     "heads on a cpu": heads_on_a_cpu,
     "passes with a budget": passes_with_a_budget,

@@ -1,13 +1,13 @@
-"""Measure what a step of TRL's trainer costs if the answers to some prompts have advantage 0, and skip the model.
+"""Measure what the updates of TRL's trainer cost: answers that differ in length, have advantage 0, or are clipped.
 
     python -m gspo_kernels.benchmarks skip
 
-Stock TRL's GRPOTrainer and our GSPOTrainer train the same Qwen2, with random weights, on the same rollouts. A rollout
-has four updates. Its time includes generation by transformers, rewards, old log-probs, and the optimizer. In each
-round, both trainers take all updates of a rollout, one after the other. The gradient norms of all updates must equal
-stock TRL's. On a CPU, one thread computes in fp32, and times are processor seconds, so other work on the machine counts
-little. On a GPU, the model has the size of Qwen2.5-1.5B and bf16 weights, and answers are random tokens that take no
-time to generate: transformers' generation is far slower than an inference engine's.
+Stock TRL's GRPOTrainer and our GSPOTrainer train the same Qwen2, with random weights and gradient checkpointing, on the
+same rollouts of random answers. A rollout has four updates of four micro-batches. Its time includes rewards, old
+log-probs and the optimizer, but no generation. In each round, both trainers take all updates of a rollout, one after
+the other. Their gradient norms must be equal, on a GPU those of the first update: later ones depend on clip decisions,
+which bf16 changes. On a CPU, one thread computes in fp32, and times are processor seconds, so other work on the machine
+counts little. On a GPU, the model has the size of Qwen2.5-1.5B, with fp32 weights and bf16 autocast.
 """
 
 from __future__ import annotations
@@ -34,17 +34,29 @@ QWEN2_1B = dict(
     num_key_value_heads=2, tie_word_embeddings=True,
 )  # fmt: skip  # numbers
 TINY = QWEN2 | dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-SHARES = (0.0, 0.25, 0.5, 0.75)  # of the prompts, whose answers all have the same reward
+# Lengths of the answers, and the share of the prompts whose answers all have the same reward.
+CASES = (("equal", 0.0), ("equal", 0.5), ("lognormal", 0.0), ("lognormal", 0.5))
 PROMPTS = 8  # of a rollout
 GROUP = 8  # answers to each prompt
-LENGTH, LENGTH_ON_GPU = 64, 512  # tokens of an answer
+LENGTH, LENGTH_ON_GPU = 192, 1024  # tokens of the longest answer
+PROMPT = 24  # tokens of the longest prompt
+MEDIAN, SPREAD = 0.35, 0.6  # of lognormal lengths: median over the longest answer, standard deviation of the logarithm
 UPDATES = 4  # of a rollout
+ACCUMULATION = 4  # micro-batches of an update
 STOCK, OURS = "TRL", "GSPOTrainer"
-DIFFER, DIFFER_IN_BF16 = 1e-4, 2e-2  # largest relative difference of a gradient norm
+DIFFER, DIFFER_IN_BF16 = 1e-3, 2e-2  # largest relative difference of a gradient norm
 
 
-def rollout_of(name: str, share: float, config: Record, length: int, device: torch.device) -> Record:
-    """Train on one rollout. Return seconds, in total and of generation, gradient norms, rows that ran, peak memory."""
+def lengths_of(kind: str, count: int, longest: int) -> list[int]:
+    """Lengths of the answers of a rollout, always the same."""
+    if kind == "equal":
+        return [longest] * count
+    normal = torch.randn(count, generator=torch.Generator().manual_seed(7))
+    return (longest * MEDIAN * (SPREAD * normal).exp()).clamp(2, longest).int().tolist()
+
+
+def rollout_of(name: str, case: tuple[str, float], config: Record, length: int, device: torch.device) -> Record:
+    """Train on one rollout. Return seconds, gradient norms, clipped and differentiated rows, tokens, peak memory."""
     from transformers import PrinterCallback, TrainerCallback
 
     on_gpu = device.type == "cuda"
@@ -68,8 +80,14 @@ def rollout_of(name: str, share: float, config: Record, length: int, device: tor
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+    tokens = 0
+
+    def count(embeddings: Any, inputs: tuple[torch.Tensor]) -> None:
+        nonlocal tokens
+        tokens += inputs[0].numel() * torch.is_grad_enabled()
+
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(name, share, config, length, folder, on_gpu)
+        trainer = make_trainer(name, case, config, length, folder, on_gpu)
         generate = trainer._generate
 
         def generation(*arguments: Any, **options: Any) -> Any:
@@ -79,16 +97,28 @@ def rollout_of(name: str, share: float, config: Record, length: int, device: tor
             return answers
 
         trainer._generate = generation
+        trainer.model.get_input_embeddings().register_forward_pre_hook(count)
         trainer.add_callback(Clock())
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     logs = [row for row in trainer.state.log_history if "grad_norm" in row]
-    rows_run = statistics.fmean(row.get("gspo/rows_run", 1.0) for row in logs)
-    record: Record = {**spent, "norms": [row["grad_norm"] for row in logs], "rows_run": rows_run}
+    record: Record = {
+        "seconds": spent["total"] - spent["generation"],
+        "norms": [row["grad_norm"] for row in logs],
+        "clipped": [row["clip_ratio/region_mean"] for row in logs],
+        "rows_run": statistics.fmean(row.get("gspo/rows_run", 1.0) for row in logs),
+        "rows_differentiated": [row.get("gspo/rows_differentiated", 1.0) for row in logs],
+        "tokens": tokens,  # of the forwards, with padding
+    }
     return record | ({"peak_bytes": torch.cuda.max_memory_allocated() - before} if on_gpu else {})
 
 
-def make_trainer(name: str, share: float, config: Record, length: int, folder: str, on_gpu: bool) -> Any:
+def prompt_of(i: int) -> list[int]:
+    """Ids of a prompt."""
+    return [2 + i] * (1 + i * (PROMPT - 1) // (PROMPTS - 1))
+
+
+def make_trainer(name: str, case: tuple[str, float], config: Record, length: int, folder: str, on_gpu: bool) -> Any:
     """Make stock TRL's trainer or ours. Both have the same settings, weights, prompts and random numbers."""
     import datasets
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -97,30 +127,32 @@ def make_trainer(name: str, share: float, config: Record, length: int, folder: s
 
     from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer
 
+    kind, share = case
+
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         pairs = zip(prompts, completion_ids, strict=True)
-        return [1.0 if int(prompt) < share * PROMPTS else float(sum(ids)) for prompt, ids in pairs]
+        return [1.0 if int(prompt) < share * PROMPTS else sum(ids) / len(ids) for prompt, ids in pairs]
 
     def random_answers(prompts: list[str], *_: Any) -> Record:
-        answers = torch.randint(2, config["vocab_size"], (len(prompts), length), generator=torch.manual_seed(1))
-        ids = [[2 + int(prompt)] for prompt in prompts]
-        return {"prompt_ids": ids, "completion_ids": answers.tolist(), "logprobs": None}
+        generator = torch.Generator().manual_seed(1)
+        answers = [
+            torch.randint(2 + PROMPTS, config["vocab_size"], (size,), generator=generator).tolist()
+            for size in lengths_of(kind, len(prompts), length)
+        ]
+        return {"prompt_ids": [prompt_of(int(x)) for x in prompts], "completion_ids": answers, "logprobs": None}
 
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu else "cpu"):
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        model: Any = AutoModelForCausalLM.from_config(Qwen2Config(**config), dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(Qwen2Config(**config), dtype=torch.float32)
     digits = {"<pad>": 0, "<eos>": 1, **{str(i): 2 + i for i in range(PROMPTS)}}
     words: Any = Tokenizer(models.WordLevel(digits, unk_token="<eos>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    # In bf16, rounding changes ratios by more than GSPO's clip window, and differently in every run. With a wide window
-    # nothing is clipped, so both trainers have the same gradients.
-    window: Record = {"epsilon": 0.2, "epsilon_high": 0.2} if on_gpu else {}
     args = GSPOConfig(
-        folder, use_cpu=not on_gpu, bf16=False, per_device_train_batch_size=PROMPTS * GROUP // UPDATES,
-        num_generations=GROUP, steps_per_generation=UPDATES, max_steps=UPDATES, max_completion_length=length,
-        learning_rate=1e-9, gradient_checkpointing=False, logging_steps=1, disable_tqdm=True, report_to=[],
-        save_strategy="no", **window,
+        folder, use_cpu=not on_gpu, bf16=on_gpu,
+        per_device_train_batch_size=PROMPTS * GROUP // UPDATES // ACCUMULATION,
+        gradient_accumulation_steps=ACCUMULATION, num_generations=GROUP, max_steps=UPDATES,
+        max_completion_length=length, learning_rate=1e-6 if on_gpu else 3e-5, logging_steps=1, disable_tqdm=True,
+        report_to=[], save_strategy="no",
     )  # fmt: skip  # related settings share a line
     return (GRPOTrainer if name == STOCK else GSPOTrainer)(
         model,
@@ -128,48 +160,49 @@ def make_trainer(name: str, share: float, config: Record, length: int, folder: s
         args,
         train_dataset=datasets.Dataset.from_list([{"prompt": str(i)} for i in range(PROMPTS)]),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-        rollout_func=random_answers if on_gpu else None,
+        rollout_func=random_answers,
     )
 
 
 def compare(rounds: int, config: Record, length: int, device: torch.device, tick: Tick = say) -> Iterator[Record]:
-    """Measure rollouts of both trainers for each share. Yield all results so far after every timed round."""
-    allowed = DIFFER if device.type == "cpu" else DIFFER_IN_BF16
-    runs: dict[float, list[tuple[Record, Record]]] = {share: [] for share in SHARES}
+    """Measure rollouts of both trainers for each case. Yield all results so far after every timed round."""
+    compared, allowed = (UPDATES, DIFFER) if device.type == "cpu" else (1, DIFFER_IN_BF16)
+    runs: dict[tuple[str, float], list[tuple[Record, Record]]] = {case: [] for case in CASES}
     for number in range(rounds + 1):
-        for share in SHARES:
-            tick(f"{share:.0%} of the prompts without a signal, round {number} of {rounds}")
-            stock, ours = (rollout_of(name, share, config, length, device) for name in (STOCK, OURS))
-            for norm, expected in zip(ours["norms"], stock["norms"], strict=True):
+        for case in CASES:
+            tick(f"{case[0]} lengths, {case[1]:.0%} of the prompts without a signal, round {number} of {rounds}")
+            stock, ours = (rollout_of(name, case, config, length, device) for name in (STOCK, OURS))
+            for norm, expected in list(zip(ours["norms"], stock["norms"], strict=True))[:compared]:
                 if not abs(norm - expected) <= allowed * expected:
                     raise ValueError(f"a gradient norm of {OURS} is {norm}, and of {STOCK} {expected}")
             if number:
-                runs[share].append((stock, ours))
+                runs[case].append((stock, ours))
         if number:
             on = {"model": config, "answers": PROMPTS * GROUP, "tokens": length, "updates": UPDATES, "rounds": number}
-            yield {**on, "shares": [record_of(share, pairs) for share, pairs in runs.items()]}
+            yield {**on, "cases": [record_of(case, length, pairs) for case, pairs in runs.items()]}
 
 
-def record_of(share: float, pairs: list[tuple[Record, Record]]) -> Record:
-    """Medians over rounds of our time divided by stock TRL's, without and with generation."""
-    updates = [[x["total"] - x["generation"] for x in pair] for pair in pairs]
+def record_of(case: tuple[str, float], length: int, pairs: list[tuple[Record, Record]]) -> Record:
+    """Medians over rounds of our time divided by stock TRL's, and what both trainers ran."""
+    stock, ours = pairs[-1]
+    prompts = GROUP * sum(len(prompt_of(i)) for i in range(PROMPTS))
     return {
-        "without signal": share,
-        "rows_run": pairs[0][1]["rows_run"],
-        "stock seconds": statistics.median(stock for stock, _ in updates),
-        "update": statistics.median(ours / stock for stock, ours in updates),
-        "with generation": statistics.median(ours["total"] / stock["total"] for stock, ours in pairs),
-        **{
-            f"{name} peak_bytes": x["peak_bytes"]
-            for name, x in zip((STOCK, OURS), pairs[-1], strict=True)
-            if "peak_bytes" in x
-        },
+        "lengths": case[0],
+        "without signal": case[1],
+        "clipped": stock["clipped"],
+        "rows_run": ours["rows_run"],
+        "rows_differentiated": ours["rows_differentiated"],
+        "real tokens": prompts + sum(lengths_of(case[0], PROMPTS * GROUP, length)),
+        "stock seconds": statistics.median(x["seconds"] for x, _ in pairs),
+        "update": statistics.median(y["seconds"] / x["seconds"] for x, y in pairs),
+        **{f"{name} tokens": x["tokens"] for name, x in ((STOCK, stock), (OURS, ours))},
+        **{f"{name} peak_bytes": x["peak_bytes"] for name, x in ((STOCK, stock), (OURS, ours)) if "peak_bytes" in x},
     }
 
 
 def main() -> None:
     parser = parser_of("skip", __doc__)
-    parser.add_argument("--rounds", type=positive, default=5, help="timed rollouts of each trainer and share")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed rollouts of each trainer and case")
     parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
     check_packages("gspo_kernels.benchmarks skip")
@@ -177,7 +210,7 @@ def main() -> None:
     output = destination("skip", device, options.output, options.tiny)
     model, length = (QWEN2, LENGTH) if device.type == "cpu" else (QWEN2_1B, LENGTH_ON_GPU)
     if options.tiny:
-        model, length = TINY, 8
+        model, length = TINY, 16
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:

@@ -192,8 +192,10 @@ class _Call(NamedTuple):
         if isinstance(function, functools.partial):
             keywords = function.keywords
             function = functools.partial(function.func, *function.args)
-        kind = _Packed if hidden.shape[0] == 1 else _Padded
-        rows = kind(skipping.model.config, hidden, args, keywords)
+        mask = keywords.get("attention_mask", args[0] if args else None)
+        positions: Any = keywords.get("position_ids")
+        is_packed = _is_packed(skipping.model.config, hidden, mask, positions)
+        rows = _Packed(hidden, positions) if is_packed else _Padded(hidden)
         autocast = [
             {
                 "device_type": kind,
@@ -317,10 +319,18 @@ class Choice(NamedTuple):
         return part if self.places is None else torch.zeros_like(like).index_copy_(self.axis, self.places, part)
 
 
+def _is_packed(config: Any, hidden: Tensor, mask: Any, positions: Any) -> bool:
+    """True if a row may be packed, and attention certainly stays inside its sequences."""
+    has_positions = isinstance(positions, Tensor) and positions.shape == hidden.shape[:2]
+    separates = isinstance(mask, Tensor) and mask.ndim == 4
+    is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+    return hidden.shape[0] == 1 and has_positions and (separates or is_flash)
+
+
 class _Padded:
     """The rows of a padded batch [B, T, H]."""
 
-    def __init__(self, config: Any, hidden: Tensor, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         self.count, self.length = hidden.shape[:2]
         if self.count == self.length:
             raise NotByRows("a batch with as many rows as tokens in a row")
@@ -373,15 +383,9 @@ class _Packed:
 
     _LIMITS = ("cu_seq_lens_q", "cu_seq_lens_k")  # [S + 1], for flash attention
 
-    def __init__(self, config: Any, hidden: Tensor, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def __init__(self, hidden: Tensor, positions: Tensor) -> None:
         self.length = hidden.shape[1]
-        self.positions = keywords.get("position_ids")
-        if not isinstance(self.positions, Tensor) or self.positions.shape != (1, self.length):
-            raise NotByRows("a batch of one row without position_ids")
-        mask = keywords.get("attention_mask", args[0] if args else None)
-        separates = isinstance(mask, Tensor) and mask.ndim == 4
-        if not separates and "flash" not in str(getattr(config, "_attn_implementation", "")):
-            raise NotByRows("a batch of one row whose attention mask does not separate sequences")
+        self.positions = positions
 
     def check_tensor(self, name: str, x: Tensor) -> None:
         """Raise NotByRows unless it is known which axes of `x` are tokens."""
@@ -399,7 +403,6 @@ class _Packed:
         return (0,) if shape == (self.length,) else ()
 
     def choose(self, gradients: list[Tensor]) -> Choice:
-        assert self.positions is not None
         positions = self.positions[0]
         begins = positions.diff(prepend=positions[:1]) <= 0
         number = begins.cumsum(0) - 1  # of each token's sequence

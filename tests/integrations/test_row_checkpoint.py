@@ -134,6 +134,18 @@ def test_sequences_of_a_packed_row_are_left_out(live: str, choices: list[tuple[i
     assert choices == [(3 if live == "some" else 0, B)]
 
 
+def test_a_single_row_is_differentiated(choices: list[tuple[int, int]]) -> None:
+    """Its attention mask is None, so that attention would cross sequences."""
+    ids, _, weights = batch()
+    for live in (1, 0):
+        inputs = {"ids": ids[:1], "weights": live * weights[:1]}
+        expected = gradients(build(), **inputs)
+        model = build()
+        rows = skip_rows_without_gradient(model)
+        assert_same(gradients(model, **inputs), expected, ROW_CHECKPOINT_RELATIVE)
+        assert choices.pop() == (live, 1) and not choices and not rows.fallbacks
+
+
 def test_answers_that_share_a_packed_prompt_are_all_differentiated(choices: list[tuple[int, int]]) -> None:
     """Positions of the second answer begin after the prompt, which it attends to."""
     ids, _, weights = batch()
@@ -232,9 +244,7 @@ def test_block_masks_are_taken_by_rows(batch_size: int) -> None:
     mask = create_block_mask(mask_mod, size, None, 64, 64, device="cpu", BLOCK_SIZE=16)
     hidden = torch.randn(B, 64, 8, dtype=torch.float64)
     index = LIVE.nonzero()[:, 0]
-    taken = row_checkpoint._Padded(None, hidden, (), {}).of_block_mask(
-        "", mask, row_checkpoint.Choice(0, index, len(index), B)
-    )
+    taken = row_checkpoint._Padded(hidden).of_block_mask("", mask, row_checkpoint.Choice(0, index, len(index), B))
     expected = _row_of_block_mask(hidden, mask)[index]
     torch.testing.assert_close(_row_of_block_mask(hidden[index], taken), expected, rtol=0.0, atol=0.0)
 

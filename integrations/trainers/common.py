@@ -46,6 +46,12 @@ def loss_of_log_probs(
     return policy_loss(log_probs, advantages, mask=mask, rollout_log_probs=rollout, objective=objective, **options)
 
 
+def outside_window(ratio: Tensor, advantages: Tensor, objective: Objective) -> Tensor:
+    """Mark the tokens at which the clip window decides the loss. Tokens at `dual_clip` do not count."""
+    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return bounded != ratio if objective.surrogate == "cispo" else bounded * advantages < ratio * advantages
+
+
 def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
     """cu_seqlens [S + 1] of packed sequences with these lengths, on the device of `like`."""
     return torch.tensor([0, *accumulate(lengths)], device=like.device)

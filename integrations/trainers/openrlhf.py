@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gspo_kernels import Objective
 from gspo_kernels.validation import Checks
 
-from .common import GSPO, check_settings, loss_of_log_probs
+from .common import GSPO, check_settings, loss_of_log_probs, outside_window
 
 __all__ = ["PolicyLoss"]
 
@@ -98,4 +98,9 @@ class PolicyLoss(nn.Module):
             mask = action_mask != 0
             ppo_kl = torch.where(mask, old_log_probs - log_probs.detach(), 0).sum() / mask.sum().clamp(min=1)
         clip_ratio = out.metrics["token_clip_fraction"]
+        if self.objective.dual_clip is not None:  # OpenRLHF does not count tokens at this bound
+            ratio = out.log_ratio.exp()
+            ratio = ratio[:, None] if ratio.ndim == 1 else ratio
+            clipped = outside_window(ratio, advantages, self.objective) & (action_mask != 0)
+            clip_ratio = clipped.sum() / (action_mask != 0).sum().clamp(min=1)
         return out.loss, clip_ratio.to(out.loss.dtype), ppo_kl.to(out.loss.dtype), None, None

@@ -24,7 +24,7 @@ from gspo_kernels.metrics import divisor_of
 from gspo_kernels.reference import kl_to_reference
 from gspo_kernels.validation import Checks, Unquoted
 
-from .common import GSPO, USE_CORRECTION, check_settings, loss_of_log_probs, offsets
+from .common import GSPO, USE_CORRECTION, check_settings, loss_of_log_probs, offsets, outside_window
 
 __all__ = ["head", "loss"]
 
@@ -262,7 +262,7 @@ def loss(
             lengths = torch.tensor(batch["response_lengths"], device=log_probs.device)
             tokens = len(log_probs)
             log_ratio = out.log_ratio if by_token else out.log_ratio.repeat_interleave(lengths, output_size=tokens)
-            per_token["pg_clipfrac"] = _clipped(log_ratio.exp(), advantages, objective)
+            per_token["pg_clipfrac"] = outside_window(log_ratio.exp(), advantages, objective)
         metrics = {
             "loss": out.loss.detach(),
             "pg_loss": loss_of(log_probs, objective=policy_term).loss,
@@ -284,12 +284,6 @@ def _sums(out: LossOutput, objective: Objective) -> dict[str, Tensor]:
             by_sample = divisor == "sequences" or (divisor == "ratios" and objective.ratio != "token")
             sums[f"gspo/{name}" if by_sample else f"gspo/{name}_sum"] = x * out.metrics[divisor]
     return {name: x.to(out.loss.dtype) for name, x in sums.items()}
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, objective: Objective) -> Tensor:
-    """Mark the tokens at which the clip window decides the loss. As in slime, dual clip does not count."""
-    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    return bounded != ratio if objective.surrogate == "cispo" else bounded * advantages < ratio * advantages
 
 
 def _kl(args: Any, log_probs: Tensor, ref: Tensor, old: Tensor) -> Tensor:

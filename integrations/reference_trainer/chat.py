@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from textwrap import shorten
 from typing import Any
 
 from jinja2 import TemplateError
 
-from ..tasks import Example, nearest
+from ..tasks import Example
 from ..tasks.rewards import Prompt
 from .config import InputError
 
@@ -35,28 +34,6 @@ def encode(policy: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
         return [ids[: len(ids) - appended] for ids in tokenizer(texts)["input_ids"]]
     texts = [rendered(policy, prompt) for prompt in prompts]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # a chat template has the special tokens
-
-
-def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Check that the chat template reads all variables of the option `chat_template_kwargs`.
-
-    Raises:
-        InputError: there is no template, or it does not have the name of a variable.
-    """
-    if not variables:
-        return
-    template = tokenizer.chat_template
-    if template is None:
-        raise InputError(
-            f"chat_template_kwargs: expected none, because the tokenizer has no chat template, got {dict(variables)}"
-        )
-    names = set(re.findall(r"\w+", " ".join(template.values() if isinstance(template, dict) else [template])))
-    for name in variables:
-        if name not in names:
-            raise InputError(
-                f"chat_template_kwargs: expected variables that the chat template reads, got {name!r}, which it does "
-                f"not{nearest(name, names)}"
-            )
 
 
 def rendered(policy: Any, prompt: Prompt) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from gspo_kernels import Objective
-from gspo_kernels.backends.workspace import cache_variable, workspace_bytes
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 from ..settings import Step
@@ -33,7 +31,6 @@ AT_LEAST_ZERO = (
     "micro_batch_size threads max_prompt_tokens warmup_updates lora_rank checkpoint_every weight_decay top_k"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
-RENDERING = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message"}  # set by chat.py
 POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
 
 
@@ -150,11 +147,6 @@ class TrainConfig:
         with_entropy = "0 with an entropy bonus (entropy_coef above 0)"
         require("gradient_budget", not (self.gradient_budget and self.objective.entropy_coef), with_entropy)
         require("cache_mib", self.cache_mib is None or 0 <= self.cache_mib < 2**40, "a number of MiB >= 0")
-        try:
-            for read in (cache_variable, workspace_bytes):
-                read()
-        except ValueError as error:
-            raise InputError(str(error)) from error
         require("threads", self.threads < 2**15, "a number below 32,768")
         divides = size % self.updates_per_rollout == 0
         answers = f"the {size} answers of a rollout (prompts_per_step * group_size)"
@@ -167,10 +159,6 @@ class TrainConfig:
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
         require("advantages", len(self.advantages) > 0, "at least one call, such as [group_advantages]")
         require("advantages", {step.call for step in self.advantages} <= set(STEPS), f"calls of {', '.join(STEPS)}")
-        variables = self.chat_template_kwargs
-        reserved = f"none of {', '.join(sorted(RENDERING))}, which the trainer sets"
-        require("chat_template_kwargs", is_json(variables), "texts as keys, and JSON values")
-        require("chat_template_kwargs", not RENDERING & variables.keys(), reserved)
         require("task", not self.task or self.data is None, f"'' with data={self.data}, which has its own prompts")
         sharded = self.parallel == "fsdp2"
         require("sampler_precision", not (self.sampler_precision and sharded), "'' with parallel=fsdp2")
@@ -254,14 +242,6 @@ class TrainConfig:
 
 # Options -> the names of their types, which KINDS has.
 TYPES = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "objective"}
-
-
-def is_json(value: Any) -> bool:
-    """True if a value survives a round trip through JSON."""
-    try:
-        return json.loads(json.dumps(value)) == value
-    except (TypeError, ValueError):
-        return False
 
 
 def convert(name: str, kind: str, value: Any) -> Any:

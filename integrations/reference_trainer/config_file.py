@@ -15,7 +15,6 @@ from gspo_kernels import Objective
 from ..settings.yaml_file import read_yaml
 from ..tasks import nearest
 from .advantages import check_steps
-from .checkpoints import check_form
 from .config import TYPES, InputError, TrainConfig, convert
 
 _LORA = {"lora_rank": 8, "lora_alpha": 32, "group_size": 4}
@@ -31,7 +30,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 OBJECTIVE = {f.name: str(f.type) for f in fields(Objective)}
 RECORD = "started_with"  # the key of config.json that is not an option
-FORM = {RECORD: {"from_python": list, "rewards": dict, "prompts": str, "held_out": str, "versions": dict}}
 # Defaults that differ for a pretrained model.
 CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "seeds": (0,),
@@ -106,21 +104,9 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise InputError(f"{folder}: expected the folder of a run, with a config.json")
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: damaged: expected JSON: {error}") from error
-    check_form(path, options, FORM)
-    record = options.pop(RECORD)
-    unknown = options.keys() - TYPES.keys() - OBJECTIVE.keys()
-    lost = [f"{name}={json.dumps(options.pop(name))}" for name in sorted(unknown) if options[name]]
-    if lost:
-        raise InputError(
-            f"{path}: expected options that this version of gspo train has, got {', '.join(lost)}. To continue without "
-            f"{'it' if len(lost) == 1 else 'them'}, edit the file"
-        )
-    known = {name: x for name, x in options.items() if name not in unknown}  # an earlier version's, which was off
-    try:
-        return train_config(**known).to_dict(), record
-    except InputError as error:
+        record = options.pop(RECORD)
+        return train_config(**options).to_dict(), record
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: damaged: {error}") from error
 
 

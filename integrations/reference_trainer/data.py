@@ -78,11 +78,6 @@ def jsonl_task(
         for option, file, of_file in (("data", path, examples), ("eval_data", eval_data, evaluated)):
             if not of_file:
                 raise InputError(f"{option} {file}: expected at least 1 prompt, got 0")
-        if shared := {x.key for x in examples} & {x.key for x in evaluated}:
-            raise InputError(
-                f"eval_data {eval_data}: expected prompts that are not in data {path}, got {len(shared)} that are, "
-                f"such as {min(shared)[:60]!r}"
-            )
         chosen = Rewards(tuple(rewards)) if rewards else default
         return Task(path.stem, examples, evaluated, chosen, split=f"all {len(evaluated)} prompts of {eval_data}")
     if len(examples) < 2:
@@ -121,7 +116,7 @@ def read_examples(option: str, path: Path, needs_answer: bool) -> list[Example]:
 def parse_line(where: str, line: str, needs_answer: bool) -> Example:
     """Parse one line of the file. Raise an InputError that begins with `where` for an invalid line."""
     try:
-        record = json.loads(line, parse_constant=_refuse_constant)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:  # also a number with thousands of digits
         raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
     if not isinstance(record, dict):
@@ -141,10 +136,6 @@ def parse_line(where: str, line: str, needs_answer: bool) -> Example:
             f'{where}: "answer" must be text or a number, and not empty, for the default reward, got {answer!r}'
         )
     return Example(prompt, answer, record)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def is_chat(messages: list[Any]) -> bool:
@@ -196,17 +187,11 @@ def import_source(source: str) -> Any:
 
 
 def code_of(function: Callable[..., Any]) -> str:
-    """The digest of the file that defines a function, or "" if there is no source.
-
-    Scripts, notebooks and files of this package may change for other reasons. For a function in one of them, the digest
-    is that of the function's own lines.
-    """
+    """The digest of the file that defines a function, or "" if there is none."""
     function = inspect.unwrap(getattr(function, "func", function))  # a partial has the function in `func`
-    source: Any = function if inspect.isroutine(function) else type(function).__call__
-    module = source.__module__ or ""
+    function = function if inspect.isroutine(function) else type(function).__call__
     try:
-        if module == "__main__" or module.startswith("gspo_kernels."):
-            return digest_of(inspect.getsource(source))
-        return digest_of(Path(inspect.getsourcefile(source) or "").read_text(encoding="utf-8", errors="replace"))
+        source = inspect.getsourcefile(function)
+        return digest_of(Path(source or "").read_text(encoding="utf-8", errors="replace"))
     except (OSError, TypeError):
         return ""

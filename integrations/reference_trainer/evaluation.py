@@ -167,8 +167,6 @@ def options_of_run(
     shared = {name: then[name] for name in SHARED if name not in ("data", "eval_prompts")}
     if (model / ADAPTER).is_file():
         shared["lora_rank"] = then["lora_rank"]
-    elif then["lora_rank"]:
-        shared["precision"] = "fp32"  # merged with a base that was only in memory: 16 bits would lose the change
     has_task = not then["data"] and "task" not in record["from_python"] and "data" not in given
     shared["task"] = (then["task"] or "sorting") if has_task else ""
     return {**shared, **given, "model": model}

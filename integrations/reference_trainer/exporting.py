@@ -12,17 +12,16 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .checkpoints import check_form, replacing
+from .checkpoints import replacing
 from .config import InputError, TrainConfig
 from .config_file import read_run
 from .held_out import held_out_results, sentence
 from .loading import ADAPTER, load_adapter, located, weight_dtype
-from .policy import ROUNDED, merged
+from .policy import merged
 from .report import MODEL_STATE, model_of_run, read_rows
-from .resuming import versions
 
-# Options that the card leaves out: what it says elsewhere, and what concerns one machine or the printed output.
-UNSAID = "name output seeds model task data eval_data reward device threads save report_to checkpoint_every"
+ROUNDED = "rounding merged weights to 16 bits may lose most of the adapter's change"
+UNSAID = "name output seeds model device threads save report_to checkpoint_every"  # options that the card leaves out
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -52,12 +51,9 @@ def export(
 
     Raises:
         InputError: there is no such run, seed, model or base, an option does not apply, or `out` has files.
-        WriteError: the system refuses to write.
     """
     run, out = Path(run), Path(out).expanduser()
-    if not (run / "metrics.jsonl").is_file():
-        raise InputError(f"RUN: expected the folder of a run, with a metrics.jsonl, got {run}")
-    options, record = read_run(run)
+    options, _ = read_run(run)
     model = model_of_run(run, options["seeds"], seed)
     if (out.exists() or out.is_symlink()) and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"OUT: expected a folder that does not exist or is empty, got {out}")
@@ -69,13 +65,10 @@ def export(
     if adapter and dtype is not None:
         raise InputError(f"--dtype: expected none with --adapter, which copies the adapter, got {dtype!r}")
     if adapter and not is_adapter:
-        in_memory = "its base was only in memory, so the run saved the merged model"
-        reason = in_memory if options["lora_rank"] else "the run trained all weights (lora_rank=0)"
-        raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is not one: {reason}")
+        raise InputError(f"--adapter: expected the run of an adapter, got {model}, which is not one")
     tokenizer = AutoTokenizer.from_pretrained(model)
     trained_in = weight_dtype(TrainConfig(precision=options["precision"], parallel=options["parallel"]))
     target = dtype or ("float32" if is_adapter else "auto")
-    rounds = is_adapter and target not in ("float32", "auto")
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as partial:
         if adapter:
@@ -93,11 +86,11 @@ def export(
             set_ends(written.generation_config, tokenizer)
             written.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-            usage = usage_of_model(out.name, str(written.dtype).removeprefix("torch."), is_adapter, rounds)
-        card(run, options, record, model, usage, "peft" if adapter else "transformers").save(partial / "README.md")
+            usage = usage_of_model(out.name, str(written.dtype).removeprefix("torch."))
+        card(run, options, model, usage, "peft" if adapter else "transformers").save(partial / "README.md")
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
     say(f"{'adapter' if adapter else 'model'}: {out}, {size:.3g} GB; its model card: {out / 'README.md'}")
-    if rounds:
+    if is_adapter and dtype not in (None, "float32"):
         say(f"--dtype {dtype}: {ROUNDED}; --dtype float32 or --adapter keeps it")
     return out
 
@@ -111,18 +104,10 @@ def set_ends(config: GenerationConfig, tokenizer: Any) -> None:
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def usage_of_model(name: str, dtype: str, is_merged: bool, rounds: bool) -> str:
-    """How to load an exported model.
-
-    Args:
-        is_merged: the model is an adapter, merged into its base.
-        rounds: the merged weights are rounded to 16 bits.
-    """
-    origin = "The trained LoRA adapter is merged into its base in fp32" if is_merged else "This is the trained model"
-    if rounds:
-        origin += f". {ROUNDED.capitalize()}, so answers may differ from those of the result below"
+def usage_of_model(name: str, dtype: str) -> str:
+    """How to load an exported model, whose weights have this dtype."""
     flag = " --dtype float32" if dtype == "float32" else ""  # vLLM's default would round to 16 bits
-    return f"""{origin}. The weights are {dtype}.
+    return f"""The weights are {dtype}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -166,49 +151,31 @@ def name_of_base(base: str) -> str:
     return f"{path.parent.name}/{path.name}" if path.name.startswith("model-seed") else path.name
 
 
-def card(
-    run: Path, options: dict[str, Any], record: dict[str, Any], model: Path, usage: str, library: str
-) -> ModelCard:
-    """Make the model card: usage, data, rewards, held-out result, settings, versions. It names files, not folders."""
-    try:
-        state = json.loads((model / MODEL_STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{model}: expected a model that `gspo train` has written, got none: {error}") from error
-    check_form(f"{model / MODEL_STATE}", state, {"seed": int, "step": int})
+def card(run: Path, options: dict[str, Any], model: Path, usage: str, library: str) -> ModelCard:
+    """Make the model card: usage, held-out result, settings. It names files, not folders."""
+    state = json.loads((model / MODEL_STATE).read_text(encoding="utf-8"))
     seed, step = state["seed"], state["step"]
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["seed"] == seed and row["step"] <= step]
-    base = record["model"]
-    is_hub = base is not None and not Path(base).is_absolute()
-    started = "Random weights"
-    if base:
-        started = f"[{base}](https://huggingface.co/{base})" if is_hub else f"`{name_of_base(base)}`"
+    base = options["model"]
     metadata = ModelCardData(
-        base_model=base if is_hub else None,
+        base_model=None if base is None or Path(base).expanduser().is_dir() else base,
         library_name=library,
         pipeline_tag="text-generation",
         tags=["gspo", "reinforcement-learning"],
     )
-    weights = "".join(f"- `{name}`, weight {weight:g}\n" for name, weight in record["rewards"].items())
-    sources = ", ".join(f"`{spec.rpartition('/')[2]}`" for spec in options["reward"]) or "the task's own"
-    rule = record["held_out"]
-    if options["eval_data"]:
-        rule = rule.replace(str(options["eval_data"]), Path(options["eval_data"]).name)
-    prompts = f"the task `{options['task'] or 'sorting'}`"
-    if options["data"]:
-        prompts = f"`{Path(options['data']).name}`"
-    if "task" in record["from_python"]:
-        prompts = "a task from Python"
-    settings = "".join(
-        f"{name}: {json.dumps(x)}\n" for name, x in options.items() if name not in UNSAID.split() and x is not None
-    )
+    shown = {name: x for name, x in options.items() if name not in UNSAID.split() and x is not None}
+    shown |= {name: Path(shown[name]).name for name in ("data", "eval_data") if name in shown}
+    shown["reward"] = [spec.rpartition("/")[2] for spec in options["reward"]]
+    settings = "".join(f"{name}: {json.dumps(x)}\n" for name, x in shown.items())
     return ModelCard(f"""---
 {metadata.to_yaml()}
 ---
 
 # {options["name"]}
 
-{started}, trained with reinforcement learning by `gspo train`: {step} of {options["steps"]} rollouts, seed {seed}. The
-objective is [GSPO](https://arxiv.org/abs/2507.18071) unless the settings below say otherwise.
+{f"`{name_of_base(base)}`" if base else "Random weights"}, trained with reinforcement learning by `gspo train`:
+{step} of {options["steps"]} rollouts, seed {seed}. The objective is [GSPO](https://arxiv.org/abs/2507.18071) unless the
+settings below say otherwise.
 
 {usage}
 
@@ -216,22 +183,10 @@ objective is [GSPO](https://arxiv.org/abs/2507.18071) unless the settings below 
 
 {result(rows)}
 
-Held out: {rule}.
-
-## Data and rewards
-
-Prompts: {prompts} (digest of prompts and answers: `{record["prompts"]}`). Rewards, from {sources}:
-
-{weights}
 ## Settings
 
 ```yaml
 {settings}```
-
-## Versions
-
-{", ".join(f"{name} {number}" for name, number in record["versions"].items())} for training;
-{", ".join(f"{name} {number}" for name, number in versions().items())} for this export.
 """)
 
 

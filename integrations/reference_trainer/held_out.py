@@ -152,7 +152,6 @@ class HeldOut:
     start: Estimate | None  # None: the reward applied to no prompt, or the run did not have it
     end: Estimate | None
     change: Estimate | None  # of the differences prompt by prompt; None: start and end cannot be compared
-    reason: str = ""  # why they cannot be compared
 
     @property
     def verdict(self) -> str:
@@ -180,7 +179,6 @@ def held_out_results(rows: Sequence[Row]) -> tuple[HeldOut, ...]:
             read_estimate(first, "eval_reward", suffix),
             read_estimate(last, "eval_reward", suffix),
             read_estimate(last, "eval_change", suffix),
-            last.get("eval_incomparable", ""),
         )
         for suffix in suffixes(last)
     )
@@ -190,8 +188,7 @@ def sentence(results: Sequence[HeldOut]) -> str:
     """Say whether the held-out reward rose. The verdict follows from the interval of the paired difference."""
     total, *components = results
     if total.change is None or total.start is None or total.end is None:
-        changed = f"changed since the first evaluation: {total.reason}"
-        return f"{total.verdict}: {changed if total.reason else 'no held-out prompt has a reward'}"
+        return f"{total.verdict}: what defines the held-out rewards has changed, or no held-out prompt has one"
     mean, low, high = (f"{x:+.3f}" for x in total.change[:3])
     prompts = total.change.prompts
     start, end = f"{total.start.mean:.3f}", f"{total.end.mean:.3f}"

@@ -17,7 +17,6 @@ from gspo_kernels.extras import needs
 from ..huggingface.fused_head import base_model
 from ..huggingface.row_checkpoint import RowCheckpoint
 from ..huggingface.rows import separate_experts
-from .chat import check_variables
 from .config import InputError, TrainConfig
 from .distributed import shard, world
 from .policy import SORTING, Policy, cast, demo_policy, make_policy, merged
@@ -62,6 +61,8 @@ def initial_policy(config: TrainConfig, characters: str = SORTING) -> Policy:
     """
     if config.model is not None:
         return load_policy(config.model, config)
+    if config.lora_rank and config.save:
+        raise InputError("lora_rank: expected 0 without model, or save=false, because an adapter names a saved base")
     policy = demo_policy(characters)
     return prepared(cast(policy.model, weight_dtype(config)), policy.tokenizer, config)
 
@@ -79,8 +80,9 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
     """
     place, missing = located(source)
     is_adapter = (Path(place) / ADAPTER).is_file()
+    if is_adapter and merge and config and config.lora_rank:
+        raise InputError(f"lora_rank: expected 0, because model={source} is an adapter; merge it first by gspo export")
     options: dict[str, Any] = {"dtype": weight_dtype(config) if config else torch.float32}
-    rounds_merged = is_adapter and merge and options["dtype"] != torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
         if is_adapter:
@@ -94,9 +96,7 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
         if isinstance(error, InputError):
             raise
         raise InputError(f"model {source}: {missing}: {' '.join(str(error).split())}") from error
-    policy = prepared(model, tokenizer, config or TrainConfig())
-    policy.rounds_merged = rounds_merged
-    return policy
+    return prepared(model, tokenizer, config or TrainConfig())
 
 
 def load_adapter(adapter: str, tokenizer: Any, options: dict[str, Any], base: str | None = None) -> Any:
@@ -162,7 +162,6 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
     # Dropout is no reason against it, because policies train in evaluation mode.
     if config.gradient_checkpointing and not (policy.router_loss_weight or separate_experts(policy.inner)):
         policy.row_checkpoint = RowCheckpoint(policy.inner)
-    check_variables(tokenizer, config.chat_template_kwargs)
     policy.chat_template_kwargs = config.chat_template_kwargs
     return policy
 
@@ -178,23 +177,6 @@ def with_lora(model: Any, config: TrainConfig) -> Any:
         targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     sizes: Any = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": 0.0}
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **sizes))
-
-
-def experts_without_lora(model: nn.Module) -> str | None:
-    """Describe the share of the weights that are fused experts, which LoRA does not train. None without such experts.
-
-    transformers stores the experts of a layer as 3-dimensional parameters instead of linear layers.
-    """
-    weights = {name: p for name, p in model.named_parameters() if "lora_" not in name}
-    experts = {name: p.numel() for name, p in weights.items() if p.ndim == 3 and not p.requires_grad}
-    if not experts:
-        return None
-    names = ", ".join(sorted({name.rpartition(".")[2] for name in experts}))
-    share = sum(experts.values()) / sum(p.numel() for p in weights.values())
-    return (
-        f"lora_rank: only linear layers get an adapter. The fused experts, {share:.0%} of the weights ({names}), "
-        "do not change. In peft, target_parameters reaches them; gspo train has no option for it"
-    )
 
 
 def pick_device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_kernels.inputs.lm_head import is_a
@@ -22,7 +22,6 @@ from ..huggingface.row_checkpoint import RowCheckpoint
 from .config import InputError
 
 SORTING = "abcdefsort :"  # the characters of the sorting task
-ROUNDED = "rounding merged weights to 16 bits may lose most of the adapter's change"
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
@@ -38,7 +37,6 @@ class Policy:
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     checkpointing: bool = False  # recompute activations in the backward
     row_checkpoint: RowCheckpoint | None = None  # leaves clipped answers out of the backward
-    rounds_merged: bool = False  # the weights are a merged adapter's, rounded to 16 bits
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
 
     @property
@@ -107,37 +105,18 @@ class Policy:
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write the model (with LoRA, its adapter) and the tokenizer so that `load_policy` can load them.
 
-        An adapter names the folder or hub id of its base. If the base is only in memory, because it has random weights
-        or is itself merged, write the merged model in fp32 instead.
+        An adapter names the folder or hub id of its base.
 
         Args:
             weights: the state dict to write; required if the model is sharded.
         """
         inner = self.inner
-        adapter: dict[str, Any] = {}
-        if inner is not self.model:
-            settings = self.model.peft_config["default"]
-            if not settings.base_model_name_or_path:
-                self._save_merged(folder, settings, weights)
-                return
-            adapter = {"save_embedding_layers": False}
+        adapter: dict[str, Any] = {} if inner is self.model else {"save_embedding_layers": False}
         sampling_config, inner.generation_config = inner.generation_config, self.checkpoint_generation_config
         try:
             self.model.save_pretrained(folder, state_dict=weights, **adapter)
         finally:
             inner.generation_config = sampling_config
-        self.tokenizer.save_pretrained(folder)
-
-    def _save_merged(self, folder: Path, settings: Any, weights: dict[str, Tensor] | None) -> None:
-        """Merge the adapter in a copy of the model, which has no hooks and is not sharded. Save the copy."""
-        from peft import get_peft_model
-
-        inner = self.inner
-        copied: Any = get_peft_model(AutoModelForCausalLM.from_config(inner.config).float(), settings)
-        copied.load_state_dict(self.model.state_dict() if weights is None else weights)
-        model = merged(copied)
-        model.generation_config = self.checkpoint_generation_config
-        model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -161,7 +140,6 @@ def merged(adapted: Any, dtype: torch.dtype = torch.float32) -> Any:
     left = [name for name, module in model.named_modules() if is_a(module, "peft")]
     if left:  # such as one of two adapters of a layer
         raise InputError(f"model: PEFT cannot merge the adapter: it leaves a part of it in {left[0]}")
-    model.name_or_path = ""  # these weights are in no folder
     return model
 
 

@@ -12,22 +12,14 @@ from .distributed import rank
 from .held_out import read_estimate, suffixes
 from .report import Row
 
-WARN_AFTER = 10  # consecutive steps in which no group has different rewards, or no ratio moves
+WARN_AFTER = 10  # consecutive steps in which no group has different rewards
 SHOWN = {"reward": "training reward {:.3f}", "clip_fraction": "clip fraction {:.3f}"}
 SHOWN |= {"tokens_per_second": "{:,.0f} tokens/s"}
-STILL = 1e-4  # a ratio closer to 1 has not moved: a third of GSPO's clip window
 
 
 def lacks_signal(row: Row) -> bool:
     """True if all answers to each prompt had the same reward in a step, so that every advantage was 0."""
     return row["groups_without_signal"] == 1
-
-
-def is_still(row: Row, config: TrainConfig) -> bool:
-    """True if a step had a signal and a learning rate near its peak, but clipped nothing and moved no ratio."""
-    if lacks_signal(row) or row["learning_rate"] < config.learning_rate / 2:  # in the warm-up or the decay
-        return False
-    return row["clip_fraction"] == 0 and max(row["ratio_max"] - 1, 1 - row["ratio_min"]) < STILL
 
 
 class TrainingProgress(Progress):
@@ -36,7 +28,6 @@ class TrainingProgress(Progress):
     def __init__(self, config: TrainConfig) -> None:
         console = Console(quiet=rank() > 0)
         self._config = config
-        self._has_old_policy = config.updates_per_rollout * config.epochs > 1  # with one update, every ratio is 1
         self._lines = not (console.is_interactive and console.file.isatty())
         bar = TextColumn("seed {task.fields[seed]}"), BarColumn(bar_width=None), MofNCompleteColumn()
         numbers = TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(elapsed_when_finished=True)
@@ -54,8 +45,6 @@ class TrainingProgress(Progress):
         self._without_signal: list[Row] = []  # the latest consecutive steps for which `lacks_signal` is true
         self._has_signal = False  # in any step
         self._warned = False  # of steps without a signal
-        self._still = 0  # the number of the latest consecutive steps for which `is_still` is true
-        self._hinted = False
         self._bar = self.add_task("", total=self._config.steps, completed=step, seed=seed, numbers="")
         self._show_evaluation(row)
 
@@ -79,16 +68,6 @@ class TrainingProgress(Progress):
                 f"answers to each prompt had the same reward, {mean:.3g} on average, and {cut:.0%} of the answers were "
                 "cut off at max_new_tokens. samples.jsonl has some answers.",
                 style="bold red",
-            )
-        self._still = self._still + 1 if is_still(row, self._config) else 0
-        if self._still >= WARN_AFTER and not self._hinted and self._has_old_policy:
-            self._hinted = True
-            lora = " LoRA needs about 10 times the learning rate of full fine-tuning." if self._config.lora_rank else ""
-            self.say(
-                f"HINT: in {self._still} consecutive steps of seed {self._seed}, nothing was clipped, and no ratio "
-                f"moved by {STILL:g} from 1. learning_rate={self._config.learning_rate:g} is probably too low: raise "
-                f"it until clip_fraction is 0.1 to 0.4.{lora}",
-                style="bold",
             )
 
     def _show_evaluation(self, row: Row) -> None:

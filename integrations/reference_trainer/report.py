@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -19,7 +18,7 @@ from rich.table import Table
 from gspo_kernels.extras import MissingExtraError, needs
 
 from ..tasks import Example
-from .checkpoints import WriteError, check_form, naming, remove, replacing, write_checkpoint
+from .checkpoints import remove, replacing, write_checkpoint
 from .config import InputError, TrainConfig
 from .config_file import RECORD
 from .curves import plot_curves
@@ -45,19 +44,15 @@ class SeedResult:
     seed: int
     start_reward: float  # on held-out prompts, before the first update
     end_reward: float  # on held-out prompts, in the last evaluation
-    clip_fraction: float  # mean over the first half of the steps
     seconds: float
     held_out: tuple[HeldOut, ...] = ()  # the total, then each component if there are several
 
     @classmethod
     def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
         """Summarize the metrics of one seed. `rows`: one per step, from step 0 on."""
-        steps = rows[1:]
-        clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
-        seconds = sum(row["seconds"] for row in steps)
         evaluated = [row["eval_reward"] for row in rows if "eval_reward" in row]
-        held_out = held_out_results(rows)
-        return cls(seed, evaluated[0], evaluated[-1], clip_fraction, seconds, held_out)
+        seconds = sum(row["seconds"] for row in rows[1:])
+        return cls(seed, evaluated[0], evaluated[-1], seconds, held_out_results(rows))
 
 
 @dataclass(frozen=True)
@@ -80,21 +75,17 @@ class RunReport:
         return table
 
     def summary(self) -> list[str]:
-        """One line per seed: whether the held-out reward rose, clip fraction and time."""
-        return [
-            f"seed {x.seed}: {sentence(x.held_out)}. Clip fraction {x.clip_fraction:.3f} in the first half of the "
-            f"steps; {x.seconds:.0f} s"
-            for x in self.results
-        ]
+        """One line per seed: whether the held-out reward rose, and the time."""
+        return [f"seed {x.seed}: {sentence(x.held_out)}. {x.seconds:.0f} s" for x in self.results]
 
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """Raise an InputError or WriteError of any process in all processes, so that none waits for the others."""
+    """Raise an InputError or OSError of any process in all processes, so that none waits for the others."""
     error = None
     try:
         yield
-    except (InputError, WriteError) as raised:
+    except (InputError, OSError) as raised:
         error = raised
     for raised in gather(error):
         if raised is not None:
@@ -104,7 +95,7 @@ def agreed() -> Iterator[None]:
 class RunFolder:
     """The folder of a run, for one run at a time. A run that is stopped keeps the metrics of all finished steps.
 
-    Of several processes of a run, only the first writes. If the system refuses to write, all raise a WriteError.
+    Of several processes of a run, only the first writes.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -227,17 +218,10 @@ class RunFolder:
                 self._append("samples.jsonl", {"seed": seed, "step": step, **sample})
 
     def _append(self, name: str, record: Row) -> None:
-        """Append a line. If that fails, the file does not change."""
-        file = self._files[name]
-        size = self.sizes()[name]
+        """Append a line. If that fails, a part of it may be written, which `open` removes when the run is resumed."""
         line = memoryview((json.dumps(record) + "\n").encode())
-        with naming(self.path / name):
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except BaseException:  # a second signal too
-                file.truncate(size)
-                raise
+        while line:
+            line = line[self._files[name].write(line) :]
 
     def rows_of(self, seed: int, size: int | None = None) -> list[Row]:
         """Read the metrics of a seed from the first `size` bytes. Raise an InputError if a step is missing."""
@@ -274,7 +258,7 @@ class RunFolder:
             try:
                 with needs("curves.png", "train", "matplotlib"), replacing(curves) as partial:
                     plot_curves(read_rows(self.metrics), partial)
-            except (MissingExtraError, WriteError) as error:
+            except MissingExtraError as error:
                 return None, str(error)
             self._drawn = time.monotonic()
         return curves, ""
@@ -304,9 +288,7 @@ def read_rows(metrics: Path, size: int | None = None) -> list[Row]:
     rows = []
     for number, line in enumerate(text[:size].splitlines(), start=1):
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise InputError(f"{metrics}, line {number}: damaged: expected JSON, got {line[:60]!r}") from error
-        check_form(f"{metrics}, line {number}", row, {"seed": int, "step": int})
-        rows.append(row)
     return rows

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,10 +13,8 @@ from .checkpoints import read_checkpoint
 from .config import InputError, TrainConfig
 from .config_file import read_run
 from .data import Reward, task_of
-from .loading import located
 
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head")  # trained weights need these
-PROMPTS = ("task", "data", "eval_data", "eval_prompts")  # they define prompts and answers
 
 
 class Start(NamedTuple):
@@ -41,7 +36,7 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     from_python = [name for name, x in (("task", task), ("reward", reward)) if x is not None]
     if not config.resume:
         task = task_of(config, task, reward)
-        return Start(task, record_of(config, task, from_python), None, [])
+        return Start(task, record_of(task, from_python), None, [])
     before, then = read_run(config.folder)
     check_arguments(config.folder, then["from_python"], from_python)
     changes = changed_options(config, before)
@@ -51,13 +46,10 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     saved = read_checkpoint(path)
     check_changes(config, changes, before, saved)
     task = task_of(config, task, reward)
-    record = record_of(config, task, from_python)
+    record = record_of(task, from_python)
     if then["prompts"] != record["prompts"]:
-        related = "".join(f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes)
         got = f"{len(task.train) + len(task.held_out):,} prompts, which, or their answers, columns or order, differ"
-        refuse("data" if config.data else "task", f"the prompts with which {config.folder} was started", got + related)
-    if then["rewards"] != record["rewards"]:
-        changes["weights of rewards"] = [then["rewards"], record["rewards"]]
+        refuse("data" if config.data else "task", f"the prompts with which {config.folder} was started", got)
     notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
     return Start(task, record, saved, notes)
 
@@ -67,29 +59,17 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
 
     Takes arguments of `train`, and raises its errors, except those of the model.
     """
-    task, record, _, notes = start_of(config, task, reward)
+    task, _, _, notes = start_of(config, task, reward)
     options = (f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items())
     prompts = f"{len(task.train):,} prompts for training, {len(task.held_out):,} for evaluation"
     rewards = ", ".join(component.name for component in task.rewards.components)
-    notes = [*notes, f"{prompts}; rewards: {rewards}", f"held out: {record['held_out']}"]
+    notes = [*notes, f"{prompts}; rewards: {rewards}"]
     return "\n".join([*options, "", *(f"# {note}" for note in notes)])
 
 
-def record_of(config: TrainConfig, task: Task, from_python: list[str]) -> dict[str, Any]:
-    """What config.json adds to the options: arguments from Python, weights of rewards, a hash of the prompts, ..."""
-    rewards = {component.name: component.weight for component in task.rewards.components}
-    record: dict[str, Any] = {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
-    model = None if config.model is None else located(config.model)[0]
-    return record | {"held_out": task.split or "those of the task from Python", "model": model, "versions": versions()}
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the installed packages that matter for a model."""
-    installed = {"Python": platform.python_version()}
-    for name in ("gspo-kernels", "torch", "transformers", "peft"):
-        with suppress(PackageNotFoundError):
-            installed[name] = version(name)
-    return installed
+def record_of(task: Task, from_python: list[str]) -> dict[str, Any]:
+    """What config.json adds to the options: the arguments that came from Python, and a hash of the prompts."""
+    return {"from_python": from_python, "prompts": task.digest}
 
 
 def continue_command(folder: Path, from_python: Sequence[str]) -> str:

@@ -212,8 +212,7 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
 
     Raises:
         InputError: no prompt is left to train or evaluate on; the longest prompt and an answer of `max_new_tokens`
-            exceed the model's positions; a prompt has no tokens, or a token id beyond the model's embeddings; or the
-            chat template fails on a prompt.
+            exceed the model's positions; or the chat template fails on a prompt.
     """
     kept: list[list[Example]] = []
     longest = 0
@@ -224,7 +223,6 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
             kept.append([])
             continue
         prompts = encode(policy, [example.prompt for example in examples])
-        check_tokens(config, policy, examples, prompts)
         lengths = [len(ids) for ids in prompts]
         fits = [length <= (max_prompt_tokens or math.inf) for length in lengths]
         if not any(fits):
@@ -239,20 +237,3 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
         )
     left_out = len(task.train) + len(task.held_out) - sum(map(len, kept))
     return replace(task, train=kept[0], held_out=kept[1]), left_out
-
-
-def check_tokens(config: TrainConfig, policy: Policy, examples: Sequence[Example], prompts: list[list[int]]) -> None:
-    """Raise an InputError for a prompt without tokens, or a token id beyond the model's embeddings."""
-    source = config.data or config.task or "task"
-    rows = policy.inner.get_input_embeddings().weight.shape[0]
-    beyond = f"model {config.model}: expected token ids below {rows}, the rows of its embeddings, got"
-    for name in ("pad_token", "eos_token"):
-        token = getattr(policy.tokenizer, name)
-        number = getattr(policy.tokenizer, f"{name}_id")
-        if number is not None and number >= rows:
-            raise InputError(f"{beyond} {number} for the tokenizer's {name} {token!r}")
-    for example, ids in zip(examples, prompts, strict=True):
-        if not ids:
-            raise InputError(f"data {source}: expected prompts with at least 1 token, got 0 tokens for {example.key!r}")
-        if max(ids) >= rows:
-            raise InputError(f"{beyond} {max(ids)} for the prompt {example.key[:60]!r} of data {source}")

@@ -22,7 +22,6 @@ from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
 from .chat import encode
-from .checkpoints import WriteError
 from .config import TrainConfig
 from .data import Reward
 from .held_out import (
@@ -36,10 +35,10 @@ from .held_out import (
     rewards_by_prompt,
     sentence,
 )
-from .loading import experts_without_lora, pick_device, policy_of_seed, set_seed
+from .loading import pick_device, policy_of_seed, set_seed
 from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
-from .policy import PRINTABLE, ROUNDED, Policy
+from .policy import PRINTABLE, Policy
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
@@ -115,14 +114,10 @@ class Learner:
         self.task, left_out = fitting(config, policy, task)
         if left_out:
             say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
-        missed = experts_without_lora(policy.inner) if config.lora_rank else None
-        if missed:
-            say(missed)
         self.skipping = skipping(config, policy)
         self.optimizer = Optimizer(policy, config)
         self.running = RunningMoments()
         self.start: Row | None = None  # the rewards of the evaluation before the first step
-        self.incomparable = ""  # why later rewards cannot be compared with these
 
     def seed_generators(self, step: int) -> None:
         """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
@@ -209,8 +204,6 @@ class Learner:
             )
         now = rewards_by_prompt(together)
         metrics = {"eval_reward": together.mean, **held_out_metrics(now, self.start), "eval_rewards": now}
-        if self.incomparable:
-            metrics["eval_incomparable"] = self.incomparable
         return metrics, samples
 
 
@@ -250,10 +243,9 @@ class Training(Learner):
                 self.train_step(next(prompts))
             if config.save:
                 self.folder.save_model(self.policy, self.seed, self.step)
-        except (KeyboardInterrupt, SystemExit, TrainingError) as error:
+        except (KeyboardInterrupt, SystemExit, TrainingError):
             try:
-                if not isinstance(error, WriteError):  # a full disk would not take another file either
-                    self.save_stopped()
+                self.save_stopped()
             finally:
                 self.say_how_to_continue()
             raise
@@ -268,8 +260,6 @@ class Training(Learner):
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:
             say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
-        if self.policy.rounds_merged:
-            say(f"model: {ROUNDED}; with precision=fp32 or autocast, weights keep it")
         say(self.skipping.description)
         if config.updates_per_rollout * config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
@@ -278,7 +268,7 @@ class Training(Learner):
         with self.stop.postponed():
             self.finish_step(row)
         if self.seed == config.seeds[0]:
-            say(f"held out: {self.folder.record['held_out']}; written to {self.folder.path / HELD_OUT}")
+            say(f"held out: {self.task.split or 'prompts from Python'}; written to {self.folder.path / HELD_OUT}")
         self.progress.begin(self.seed, row)
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -290,9 +280,6 @@ class Training(Learner):
         self.folder.open(saved["sizes"])  # removes lines written after the checkpoint, so do this after all checks
         self.step = saved["step"]
         self.rows = rows
-        if self.incomparable:
-            say = "resume: held-out rewards from here on are not compared with those of step 0. Changed since then"
-            self.progress.say(f"{say}: {self.incomparable}")
         self.progress.say(f"seed {self.seed}: continues after step {self.step}")
         last = [row for row in self.rows if "eval_reward" in row][-1]
         self.progress.begin(self.seed, last, self.step)
@@ -303,11 +290,12 @@ class Training(Learner):
         Args:
             first: the metrics of that evaluation.
         """
-        now = defined_by(self.config, self.policy, self.task)
-        for name in [name for name, digest in now.items() if digest == ""]:
-            self.progress.say(f"resume: the {name} cannot be read, so changes to it go unnoticed")
-        self.incomparable = changes_between(first["eval_defined_by"], now)
-        return None if self.incomparable else first["eval_rewards"]
+        changed = changes_between(first["eval_defined_by"], defined_by(self.config, self.policy, self.task))
+        if not changed:
+            return first["eval_rewards"]
+        say = "resume: held-out rewards from here on are not compared with those of step 0. Changed since then"
+        self.progress.say(f"{say}: {changed}")
+        return None
 
     def state(self) -> dict[str, Any]:
         """The state at the end of the last step, for `restore`. All processes must call this."""

@@ -1,7 +1,7 @@
 """Tasks: prompts, and rewards that a program can compute.
 
-`task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, and "long-sorting"
-for a model that can already sort a little. The reference trainer trains on them, or on a `Task` of your own
+`task_by_name` makes the tasks of this folder: "sorting" for the demo's random model, and "long-sorting" for a model
+that can already sort a little. The reference trainer trains on them, or on a `Task` of your own
 (docs/tasks.md). Needs only the standard library.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .base import Task, batches
-from .format import format_task
 from .rewards import Example, InputError, RewardBatch, RewardComponent, Rewards, answer_found, letters_in_place, nearest
 from .sorting import long_sorting_task, sorting_task
 
@@ -20,7 +19,6 @@ __all__ += ["batches", "letters_in_place", "nearest", "task_by_name"]
 TASKS = {
     "sorting": sorting_task,
     "long-sorting": long_sorting_task,
-    "format": format_task,
 }
 
 

@@ -20,7 +20,7 @@ class Task:
     """Training and held-out examples, and rewards.
 
     Raises:
-        ValueError: a prompt is both trained on and held out.
+        InputError: a prompt is both trained on and held out.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Task:
     def __post_init__(self) -> None:
         shared = {example.key for example in self.train} & {example.key for example in self.held_out}
         if shared:
-            raise ValueError(f"{len(shared)} prompts are both trained on and held out, such as {min(shared)!r}")
+            raise InputError(f"{len(shared)} prompts are both trained on and held out, such as {min(shared)!r}")
 
     @property
     def digest(self) -> str:

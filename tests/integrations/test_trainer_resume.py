@@ -10,7 +10,6 @@ import itertools
 import json
 import multiprocessing
 import re
-import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -24,14 +23,12 @@ from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
-    TrainingError,
     policy,
     read_config,
     train,
 )
 from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.checkpoints import (
-    WriteError,
     replacing,
 )
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
@@ -185,7 +182,9 @@ def test_an_interrupted_resume_can_be_resumed(
 
 
 def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
-    options = dict(OPTIONS, seeds=(0,), steps=2, schedule="constant", eval_every=2, lora_rank=4, lora_head=True)
+    options = dict(
+        OPTIONS, seeds=(0,), steps=2, schedule="constant", eval_every=2, lora_rank=4, lora_head=True, save=False
+    )
     long = train(small(tmp_path / "long", **{**options, "steps": 3})).folder
     short = train(small(tmp_path / "short", **options)).folder
     train(read_config(texts=["steps=3"], resume=short))
@@ -259,10 +258,7 @@ def test_changed_options_are_said_and_taken(
         ("model=x", 'model: expected null, with which {} was started, got "x"'),
         ("lora_rank=4", "lora_rank: expected 0, with which {} was started, got 4"),
         ("name=other", "name: expected no such option with --resume, which continues {}, got 'other'"),
-        (
-            "eval_prompts=9",
-            "got 648 prompts, which, or their answers, columns or order, differ; eval_prompts: 8 -> 9",
-        ),
+        ("eval_prompts=9", "got 648 prompts, which, or their answers, columns or order, differ"),
     ],
 )
 def test_changes_with_which_a_run_cannot_continue_are_refused(two_seeds: Path, changes: str, message: str) -> None:
@@ -342,47 +338,6 @@ def test_a_folder_is_written_by_one_run_at_a_time(finished: Path, tmp_path: Path
     train(read_config(resume=folder))  # the lock is released
 
 
-# The system refuses to write
-
-
-# File -> the function that writes it, its call, and the bytes by which the file (of a few KB) may grow.
-REFUSED = {
-    "metrics.jsonl": ("write", 3, 20),
-    "checkpoint.pt": ("save_checkpoint", 2, 100_000),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_the_system_refuses_is_named_and_nothing_is_left(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    folder = tmp_path / "demo"
-    method, call, room = REFUSED[name]
-    original = getattr(RunFolder, method)
-    calls = itertools.count(1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limited(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == call:
-            size = (folder / name).stat().st_size if name.endswith(".jsonl") else 0
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
-        return original(*arguments, **options)
-
-    try:
-        with monkeypatch.context() as patch, pytest.raises(TrainingError) as caught:
-            patch.setattr(RunFolder, method, limited)
-            train(small(tmp_path, save=True, checkpoint_every=1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert re.fullmatch(f"{folder / name} cannot be written: .*File too large.*", str(caught.value))  # one line
-    assert f"continue: gspo train --resume {folder}" in capsys.readouterr().out
-    left = {path.name for path in folder.iterdir()}
-    assert left <= {path.name for path in finished.iterdir()} and "model-seed0" not in left
-    rows_of(folder)  # no half of a line
-    train(read_config(resume=folder))
-    assert numbers(folder) == numbers(finished)
-
-
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()], ids=repr)
 def test_a_folder_that_cannot_be_replaced_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -394,8 +349,7 @@ def test_a_folder_that_cannot_be_replaced_is_kept(
         raise error
 
     monkeypatch.setattr(Path, "replace", refused)
-    expected = WriteError if isinstance(error, OSError) else KeyboardInterrupt
-    with pytest.raises(expected), replacing(tmp_path / "model") as partial:
+    with pytest.raises(type(error)), replacing(tmp_path / "model") as partial:
         partial.mkdir()
         (partial / "weights").write_text("later")
     assert list(contents(tmp_path)) == [tmp_path / "model" / "weights"]
@@ -441,8 +395,6 @@ def text(name: str, content: str) -> Callable[[Path], object]:
 HEAD = "lm_head.weight"
 DAMAGED: list[tuple[Callable[[Path], object], str]] = [
     (text("checkpoint.pt", ""), "checkpoint.pt: damaged: expected a checkpoint: File is not a zip file"),
-    (of_checkpoint(lambda state: {**state, "step": "1"}), "checkpoint.pt: damaged: expected step to be int, got '1'"),
-    (of_checkpoint(lambda state: {**state, "sizes": {}}), "expected metrics.jsonl to be int, got 'None'"),
     (
         of_checkpoint(lambda state: state["optimizer"]["weights"].pop(HEAD) is None or state),
         f"expected a checkpoint with the trained weights of this model; {HEAD} differs",
@@ -467,13 +419,10 @@ def test_a_damaged_file_is_named_and_nothing_changes(
 
 
 DAMAGED_OPTIONS: list[tuple[Callable[[Path], object], str]] = [
-    (text("config.json", "{"), "damaged: expected JSON: "),
-    (text("config.json", "[]"), "damaged: expected its content to be dict, got '[]'"),
-    (text("config.json", "{}"), "damaged: expected started_with to be dict, got 'None'"),
-    (of_config(started_with={"from_python": 3}), "damaged: expected from_python to be list, got '3'"),
+    (text("config.json", "{"), "damaged: Expecting property name"),
+    (text("config.json", "{}"), "damaged: 'started_with'"),
     (of_config(seeds=[]), "damaged: seeds: expected different numbers"),
-    (of_config(data=7), "damaged: data: expected a path, or none, got 7"),
-    (of_config(quantization="8bit"), 'expected options that this version of gspo train has, got quantization="8bit"'),
+    (of_config(quantization="8bit"), "damaged: quantization: there is no such option"),
 ]
 
 

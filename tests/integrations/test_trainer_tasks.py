@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from helpers.reference_runs import write_jsonl
 from tokenizers import processors
 from typer.testing import CliRunner
 
-from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, loading, policy
+from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.chat import encode
 from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward
 from gspo_kernels.integrations.reference_trainer.sampling import fitting
@@ -27,8 +26,6 @@ from gspo_kernels.integrations.tasks import (
     Example,
     RewardComponent,
     Rewards,
-    answer_found,
-    letters_in_place,
     task_by_name,
 )
 from gspo_kernels.integrations.tasks.rewards import time_limit
@@ -218,7 +215,7 @@ def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch:
     assert sys.path == path
 
 
-def test_the_code_of_a_reward_is_its_file_or_its_lines(tmp_path: Path) -> None:
+def test_the_code_of_a_reward_is_its_file(tmp_path: Path) -> None:
     mine = tmp_path / "rewards.py"
     text = "def f(text):\n    return 1\nclass C:\n    def __call__(self, text):\n        return 1\nc = C()\n"
     digests = []
@@ -227,8 +224,7 @@ def test_the_code_of_a_reward_is_its_file_or_its_lines(tmp_path: Path) -> None:
         functions = [load_reward(f"{mine}:{name}").function for name in "fc"]
         (digest,) = {code_of(x) for x in (*functions, partial(functions[0]))}
         digests.append(digest)
-    assert digests[0] == digests[1] != digests[2] and code_of(answer_found) != code_of(letters_in_place)
-    assert code_of(abs) == ""
+    assert digests[0] == digests[1] != digests[2] and code_of(abs) == ""
 
 
 def test_bad_rewards_are_refused() -> None:
@@ -295,7 +291,6 @@ def test_prompts_above_the_limit_are_left_out(demo: policy.Policy) -> None:
 # Chats
 
 TURNS = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<eos>{% endfor %}"
-THINKS = "{% generation %}{% endgeneration %}Think{% if enable_thinking is defined %}.{% endif %}"
 
 
 def test_prompts_use_the_chat_template(demo: policy.Policy) -> None:
@@ -307,25 +302,6 @@ def test_prompts_use_the_chat_template(demo: policy.Policy) -> None:
         ([user, {"role": "assistant", "content": "It is "}], "[u]2+7<eos>[a]It is "),  # is continued
     ]:
         assert encode(demo, [prompt]) == [demo.tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
-@pytest.mark.parametrize(
-    ("template", "variables", "message"),
-    [
-        (None, {"enable_thinking": False}, r"expected none, because the tokenizer has no chat template, got \{'enable"),
-        (THINKS, {"enable_thinkin": False}, r"got 'enable_thinkin', which it does not \(is it 'enable_thinking'\?\)"),
-        ({"default": TURNS, "other": THINKS}, {"enable_thinking": True}, None),
-        (THINKS, {"enable_thinking": True}, None),
-        (None, {}, None),
-    ],
-)
-def test_variables_that_the_template_does_not_read_are_refused(
-    demo: policy.Policy, template: Any, variables: dict[str, Any], message: str | None
-) -> None:
-    demo.tokenizer.chat_template = template
-    config = TrainConfig(chat_template_kwargs=variables)
-    with pytest.raises(InputError, match=f"^chat_template_kwargs: .*{message}") if message else nullcontext():
-        loading.prepared(demo.model, demo.tokenizer, config)
 
 
 def test_a_prompt_without_a_template_has_no_end_token(demo: policy.Policy) -> None:

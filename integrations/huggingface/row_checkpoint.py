@@ -48,6 +48,9 @@ def skip_rows_without_gradient(model: nn.Module) -> RowCheckpoint:
 
     Under DistributedDataParallel, FSDP and ZeRO-3, every rank leaves out rows of its own batch.
 
+    As with torch's reentrant checkpoint, call `loss.backward()`, not `torch.autograd.grad`, and tensors that a layer
+    only stores in its forward, such as a loss of its own, have no gradient.
+
     Args:
         model: a model of transformers, plain or wrapped by PEFT, DistributedDataParallel, FSDP or DeepSpeed's engine.
 
@@ -149,13 +152,7 @@ class _CheckpointFunction:
             return function(*args)
         hidden = args[0] if args else None
         is_off = not self.skipping.is_on or torch.compiler.is_compiling() or bool(options)
-        if (
-            is_off
-            or not isinstance(hidden, Tensor)
-            or is_dtensor(hidden)
-            or hidden.ndim != 3
-            or not hidden.requires_grad
-        ):
+        if is_off or not isinstance(hidden, Tensor) or not _is_differentiated(hidden):
             return self.original(function, *args, **options)
         try:
             call = _Call.of(function, hidden, args[1:], self.skipping)

@@ -14,7 +14,8 @@ from ..backwards import BackwardSettings
 
 OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
 SKIP = "skip_zero_advantage"
-KEYS = (*BackwardSettings._fields, SKIP, "impl_backend")  # impl_backend: of verl's own fused kernels
+SKIP_ROWS = "skip_rows_without_gradient"
+KEYS = (*BackwardSettings._fields, SKIP, SKIP_ROWS, "impl_backend")  # impl_backend: of verl's own fused kernels
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high
 NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
@@ -40,15 +41,15 @@ def backward_settings(model_config: Any) -> BackwardSettings:
     return settings
 
 
-def requested_skip(model_config: Any) -> bool | None:
-    """Read skip_zero_advantage from model.fused_kernel_options. None means: wherever it is exact.
+def requested_skip(model_config: Any, name: str) -> bool | None:
+    """Read the option `name`, SKIP or SKIP_ROWS, from model.fused_kernel_options. None means: wherever it is exact.
 
     Raises:
         TypeError: it is not a bool or None.
     """
-    skip = _options(model_config).get(SKIP)
+    skip = _options(model_config).get(name)
     if skip is not None:
-        Checks(OPTIONS).boolean(SKIP, skip)
+        Checks(OPTIONS).boolean(name, skip)
     return skip
 
 

@@ -15,14 +15,17 @@ from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Checks
 
 from ..backwards import BackwardMetrics, BackwardSettings
-from ..huggingface import HeadOutput, fuse_head
+from ..huggingface import HeadOutput, fuse_head, skip_rows_without_gradient
 from .config import (
     OPTIONS,
+    SKIP,
+    SKIP_ROWS,
     backward_settings,
     entropy_is_only_logged,
     requested_skip,
     warn_of_settings_that_never_clip,
 )
+from .row_checkpoint import RowShare, reason_against_skipping
 from .zero_advantage import LiveBatch, inexact_model, inexact_setting
 
 
@@ -33,15 +36,18 @@ class GSPOEngine(FSDPEngineWithLMHead):
     Batches whose loss needs logits (top-k distillation, sum_pi_squared) run verl's own code.
 
     The dict model.fused_kernel_options may contain `gradient_budget` and `cache_mib`, arguments of `linear_log_probs`
-    for the updates, and `skip_zero_advantage`: whether answers with advantage 0 run in an update. By default, they do
-    not run wherever the gradients stay the same. The metrics of an update contain gspo/passes,
-    gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that ran, on all ranks, and with skipping
-    gspo/rows_run, the share of the answers that ran.
+    for the updates; `skip_zero_advantage`: whether answers with advantage 0 are left out of an update; and
+    `skip_rows_without_gradient`: whether answers without a gradient, such as clipped ones, are left out of the backward
+    of the layers. By default, they are left out wherever the gradients stay the same.
+
+    The metrics of an update contain gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that
+    ran, on all ranks; with `skip_zero_advantage` gspo/rows_run, the share of the answers that ran; and with
+    `skip_rows_without_gradient` gspo/rows_differentiated, the share of these that had a gradient.
 
     Raises:
         ValueError: `use_fused_kernels` is set; or the budget and the coefficient of the entropy bonus are both nonzero;
-            or `skip_zero_advantage` is True, but would change gradients or metrics.
-        ValueError, TypeError: `gradient_budget`, `cache_mib` or `skip_zero_advantage` is invalid.
+            or `skip_zero_advantage` or `skip_rows_without_gradient` is True, but would change gradients or metrics.
+        ValueError, TypeError: an option in model.fused_kernel_options is invalid.
         HeadError, TypeError: `fuse_head` does not support the model or its head.
 
     Warns:
@@ -54,18 +60,31 @@ class GSPOEngine(FSDPEngineWithLMHead):
     _entropy_is_only_logged = False
     _skip: bool | None = None  # skip_zero_advantage
     _inexact_model: str | None = None  # a part of the model that forbids skipping
+    _rows: RowShare | None = None
+    _skip_rows = ""  # skip_rows_without_gradient, for the line that is printed
     _printed = ""
 
     def _build_fsdp_module(self, module: Any) -> Any:
         self._backwards = BackwardMetrics()
         self._settings = backward_settings(self.model_config)
-        self._skip = requested_skip(self.model_config)
+        self._skip = requested_skip(self.model_config, SKIP)
         self._inexact_model = "quantization-aware training" if self._qat_enabled else inexact_model(module)
         if self.model_config.use_fused_kernels:
             Checks("GSPOEngine").fail("model.use_fused_kernels", "False (it selects verl's own fused log-probs)", True)
+        self._install_row_checkpoint(module)
         module = super()._build_fsdp_module(module)
         fuse_head(module)
         return module
+
+    def _install_row_checkpoint(self, module: Any) -> None:
+        requested = requested_skip(self.model_config, SKIP_ROWS)
+        reason = reason_against_skipping(self, module)
+        if requested and reason:
+            Checks(OPTIONS).fail(SKIP_ROWS, f"None or False with {reason}", True)
+        is_on = requested is not False and reason is None
+        self._skip_rows = f"{SKIP_ROWS}={is_on}{f' ({reason})' if reason and requested is None else ''}"
+        if is_on and not self.engine_config.forward_only:
+            self._rows = RowShare(skip_rows_without_gradient(module))
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         self._updates += 1
@@ -80,7 +99,10 @@ class GSPOEngine(FSDPEngineWithLMHead):
         output = super().train_batch(data, loss_function)
         self._backwards.collect()
         # verl gathers the lists of all data-parallel ranks, which are equal, and averages them.
-        output["metrics"] |= {name: [value] for name, value in self._backwards.take(dist.group.WORLD).items()}
+        metrics = self._backwards.take(dist.group.WORLD)
+        if self._rows is not None:
+            metrics |= self._rows.take()
+        output["metrics"] |= {name: [value] for name, value in metrics.items()}
         return output
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
@@ -98,9 +120,10 @@ class GSPOEngine(FSDPEngineWithLMHead):
         reason = self._inexact_model or inexact_setting(data, loss_function)
         if self._skip and reason:
             expected = f"None or False with {reason}, where skipping would not be exact"
-            Checks(OPTIONS).fail("skip_zero_advantage", expected, True)
+            Checks(OPTIONS).fail(SKIP, expected, True)
         skips = self._skip is not False and not reason
-        line = f"gspo_kernels: skip_zero_advantage={skips}{f' ({reason})' if reason and self._skip is None else ''}"
+        why = f" ({reason})" if reason and self._skip is None else ""
+        line = f"gspo_kernels: {SKIP}={skips}{why}, {self._skip_rows}"
         if line != self._printed and self.rank == 0:
             print(line)
         self._printed = line

@@ -53,9 +53,14 @@ def inexact_setting(data: Any, loss_function: Any) -> str | None:
 
 def inexact_model(model: nn.Module) -> str | None:
     """Name a part of the model that makes the gradients of an answer depend on the other answers of its micro-batch."""
+    return interaction_in_model(model) or rope_of_longest_row(model)
+
+
+def interaction_in_model(model: nn.Module) -> str | None:
+    """Name a part of the model in which answers interact, or a tower of images or audio."""
     if any(hasattr(getattr(model, "config", None), name) for name in ("vision_config", "audio_config")):
         return "a model of images or audio"  # without any, the weights of its tower have no gradient
-    return interaction_of_rows(model) or rope_of_longest_row(model)
+    return interaction_of_rows(model)
 
 
 def live_rows(data: Any) -> Tensor:

@@ -87,7 +87,7 @@ def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
         stock, ours = results["stock"], results["ours"]
         for name in ("old", "entropy"):
             torch.testing.assert_close(ours[name], stock[name], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-        added = {"gspo/passes", "gspo/dropped_gradient_mass", "gspo/live_row_share"}
+        added = {"gspo/passes", "gspo/dropped_gradient_mass", "gspo/live_row_share", "gspo/rows_differentiated"}
         assert ours["metrics"].keys() - stock["metrics"].keys() == added
         assert ours["metrics"].keys() >= stock["metrics"].keys()
         for key, value in stock["metrics"].items():
@@ -102,6 +102,8 @@ def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
                 absolute = TRAINER_GRADIENT_RELATIVE * max(value)
             assert ours["metrics"][key] == pytest.approx(value, rel=relative, abs=absolute), key
         assert max(stock["metrics"]["grad_norm"]) > 1e-3
+        shares = ours["metrics"]["gspo/rows_differentiated"]  # the first update clips nothing
+        assert shares[0] == 1 and (min(shares) < 1) == (case["kl"] == case["entropy"] == 0)
         assert stock["parameters"].keys() == ours["parameters"].keys()
         for key, p in stock["parameters"].items():
             torch.testing.assert_close(ours["parameters"][key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)

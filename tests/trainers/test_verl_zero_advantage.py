@@ -164,6 +164,18 @@ def settings_main(rank: int, folder: Path) -> None:
     run.worker.engine._inexact_model = "dropout=0.1 in layer"
     assert run.train(data, None, 1)[2] == 12
 
+    options: dict[str, Any] = {"enable_gradient_checkpointing": False}
+    run = Run(folder / "no checkpointing", **options)
+    run.worker.set_loss_fn(loss_of())
+    assert "gspo/rows_differentiated" not in run.train(data, None, 1)[0]
+    line = "skip_zero_advantage=True, skip_rows_without_gradient=False (model.enable_gradient_checkpointing=False)"
+    assert run.worker.engine._printed == f"gspo_kernels: {line}"
+    options["fused_kernel_options"] = {"skip_rows_without_gradient": True}
+    with pytest.raises(
+        ValueError, match=r"skip_rows_without_gradient must be None or False with model\.enable_gradient"
+    ):
+        make_worker(folder / "True", True, BASE, **options)
+
 
 def test_settings_where_skipping_is_not_exact_switch_it_off_or_raise(tmp_path: Path) -> None:
     run_ranks(settings_main, 1, tmp_path)
@@ -194,6 +206,37 @@ def test_every_inexact_setting_is_named() -> None:
         assert reason
     names = [named(loss_of(mode)) for mode in ("cispo", "dro", "clip_cov", "kl_cov", "bypass_mode")]
     assert names == [f"policy_loss.loss_mode={m}" for m in ("cispo", "dro", "clip_cov", "kl_cov", "bypass_mode")]
+
+
+def test_settings_with_which_all_rows_are_differentiated_are_named() -> None:
+    from gspo_kernels.integrations.verl.row_checkpoint import reason_against_skipping
+
+    def named(
+        *layers: nn.Module, router_logits: bool = False, qat: bool = False, parallel: int = 1, **options: Any
+    ) -> str | None:
+        model = {"enable_gradient_checkpointing": True, "enable_activation_offload": False} | options
+        engine = SimpleNamespace(ulysses_sequence_parallel_size=parallel)
+        verl = SimpleNamespace(model_config=SimpleNamespace(**model), engine_config=engine, _qat_enabled=qat)
+        module: Any = nn.Sequential(*layers)
+        module.config = SimpleNamespace(output_router_logits=router_logits)
+        return reason_against_skipping(verl, module)
+
+    assert named() is None
+    assert [
+        named(enable_gradient_checkpointing=False),
+        named(enable_activation_offload=True),
+        named(parallel=2),
+        named(qat=True),
+        named(router_logits=True),
+        named(nn.Dropout(0.1)),
+    ] == [
+        "model.enable_gradient_checkpointing=False",
+        "model.enable_activation_offload=True",
+        "ulysses_sequence_parallel_size=2",
+        "quantization-aware training",
+        "output_router_logits=True",
+        "dropout=0.1 in 0",
+    ]
 
 
 def test_parts_of_a_model_in_which_answers_interact_are_named() -> None:

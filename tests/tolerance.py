@@ -97,9 +97,6 @@ CELL_PRODUCTS_RELATIVE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # fp32 products of copies of half-precision operands, compared with fp64.
 PRODUCT_OF_COPIES_RELATIVE, PRODUCT_OF_COPIES_ABSOLUTE = 1e-5, 1e-4
 
-# Counts of sampled tokens, compared with their probabilities: how many standard deviations the chi-square statistic may
-# exceed its mean.
-CHI_SQUARE_DEVIATIONS = 5
 # Error of log-ratios against an fp32 forward, compared with that against float64.
 CLIP_NOISE_ERROR_RELATIVE = 0.05
 # A small model trained by verl in fp16, compared with fp32: log-probs of its answers, and norms of its gradients.

@@ -12,7 +12,6 @@ import yaml
 
 from gspo_kernels import Objective
 
-from ..settings.yaml_file import read_yaml
 from ..tasks import nearest
 from .advantages import check_steps
 from .config import TYPES, InputError, TrainConfig, convert
@@ -125,7 +124,8 @@ def key_values(texts: Sequence[str]) -> dict[str, str]:
 def options_of_file(path: Path) -> dict[str, Any]:
     """Read options from a YAML or JSON file, without keys that begin with "x-", which may hold anchors."""
     try:
-        options = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path)
+        text = path.read_text(encoding="utf-8")
+        options = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(options, Mapping):

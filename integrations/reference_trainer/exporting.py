@@ -191,15 +191,7 @@ settings below say otherwise.
 
 
 def result(rows: list[dict[str, Any]]) -> str:
-    """A table of held-out rewards before training and in the last evaluation of `rows`, and what it says."""
-    results = held_out_results(rows)
+    """How held-out rewards changed from before training to the last evaluation of `rows`."""
     last = [row["step"] for row in rows if "eval_reward" in row][-1]
-    rows_of_table = "\n".join(f"| {' | '.join([*x.cells()[:5], x.verdict if last else '-'])} |" for x in results)
-    said = sentence(results) if last else "not decided: the model was saved before the second evaluation"
-    return f"""Greedy answers to held-out prompts, with 95% bootstrap intervals over the prompts.
-
-| reward | before training | after {last} rollouts | change, prompt by prompt | prompts | verdict |
-|---|---|---|---|---|---|
-{rows_of_table}
-
-{said[0].upper()}{said[1:]}."""
+    said = sentence(held_out_results(rows)) if last else "not decided: the model was saved before the second evaluation"
+    return f"Greedy answers to held-out prompts, after {last} rollouts: {said}."

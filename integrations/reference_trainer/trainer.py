@@ -252,14 +252,9 @@ class Training(Learner):
         return SeedResult.from_rows(self.seed, self.rows)
 
     def begin(self) -> None:
-        """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""
+        """Print notes about the settings. Evaluate the policy before training, which is step 0."""
         say, config = self.progress.say, self.config
-        weight = self.policy.router_loss_weight
         self.seed_generators(0)
-        if weight:
-            say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
-        elif self.policy.has_routers:
-            say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
         say(self.skipping.description)
         if config.updates_per_rollout * config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")

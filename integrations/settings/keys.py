@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from gspo_kernels import Objective
-from gspo_kernels.validation import Checks, Unquoted
+from gspo_kernels.validation import Checks
 
 Rule = tuple[str, Callable[[float], bool]]
 NOT_NEGATIVE: Rule = ("a number >= 0", lambda x: x >= 0)
@@ -99,9 +99,7 @@ class Keys:
             self.check.fail(where, "a mapping or a dataclass instance", settings, TypeError)
         for key in settings:
             name, value = f"{prefix}{key}", settings[key]
-            if name in self._values:
-                self.check.fail(name, "given once", Unquoted("it twice"))
-            elif name not in sections:
+            if name not in sections:
                 self._values[name] = value
             elif value is not None:
                 self._add(value, sections, f"{name}.")

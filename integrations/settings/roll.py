@@ -81,8 +81,8 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
                 "settings", "a mapping or the path of a YAML file", Unquoted("several lines of text")
             )
         with needs("from_roll, to read a YAML file,", "cli", "yaml"):
-            from .yaml_file import read_yaml
-        settings = read_yaml(Path(settings))
+            import yaml
+        settings = yaml.safe_load(Path(settings).read_text(encoding="utf-8"))
     keys = Keys("from_roll", settings, LOSS_DEFAULTS, OTHER_NAMES, SECTIONS)
     keys.must("actor_train.worker_cls", None, _WORKER, why="the losses of ActorPGWorker are not supported")
     keys.must("use_policy_loss_type", "PPO", why="ROLL's other policy gradients are not supported")

@@ -11,7 +11,6 @@ import pytest
 
 from gspo_kernels import Objective
 from gspo_kernels.integrations.settings import Reading, Step, from_roll, from_stateset, roll, stateset
-from gspo_kernels.integrations.settings.yaml_file import read_yaml
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 ROLL = {"adv_estimator": "reinforce", "importance_sampling": "seq", "loss_agg_mode": "seq-mean-token-mean"}
@@ -54,16 +53,6 @@ def test_the_settings_of_rolls_page_are_read(tmp_path: Path) -> None:
             clamp(2.0),
         ),
     )
-
-
-def test_yaml_merge_keys_are_read_and_a_key_given_twice_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text("outer:\n  inner: &b\n    <<: &a {low: 1, high: 2}\n    low: 3\nother: {<<: *b, high: 5}\n")
-    assert read_yaml(path) == {"outer": {"inner": {"low": 3, "high": 2}}, "other": {"low": 3, "high": 5}}
-    for twice in ("a: 1\na: 2", "b: {<<: {c: 1}, a: 1, a: 2}"):
-        path.write_text(twice)
-        with pytest.raises(ValueError, match="a must be given once, got it twice"):
-            read_yaml(path)
 
 
 WINDOW = {"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4}
@@ -149,10 +138,6 @@ WEIGHT = "train_infer_correction.is_weight"
 REFUSED_BY_ROLL: dict[str, dict[str, Any]] = {
     rf"got '{WEIGHT}.enable' \(is it '{WEIGHT}.enabled'\?\)": {WEIGHT: {"enable": True}},
     "actor_train must be a mapping or a dataclass instance, got 3": {"actor_train": 3},
-    "actor_train.pg_variant must be given once, got it twice": {
-        "actor_train": {"pg_variant": 1},
-        "actor_train.pg_variant": 1,
-    },
     r"from_roll: no Objective has these settings .*clip_low.* got 1\.5": {"pg_clip": 1.5},
     "adv_estimator must be one of 'reinforce', 'grpo'.* got 'gae'": {"adv_estimator": "gae"},
     "use_topr_loss must be 0 .* got True": {"use_topr_loss": True},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from gspo_kernels.integrations.reference_trainer.data import jsonl_task
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.integrations.reference_trainer.sampling import left_padded, sample
-from gspo_kernels.integrations.tasks import Example, answer_found, batches, letters_in_place, task_by_name
+from gspo_kernels.integrations.tasks import Example, answer_found, batches, letters_in_place
 from gspo_kernels.tools.cli import app
 
 KEYS = {"step", "reward", "loss", "clip_fraction", "ratio_mean", "entropy", "dropped_gradient_mass", "passes"}
@@ -178,16 +177,6 @@ def test_left_padding_does_not_change_the_hidden_states() -> None:
 
 
 # Tasks and rewards
-
-
-def test_held_out_prompts_are_never_trained_on() -> None:
-    task = task_by_name("sorting", 128)
-    trained_on = {example.key for example in task.train}
-    assert len(task.held_out) == 128 and trained_on
-    assert trained_on.isdisjoint(example.key for example in task.held_out)
-    assert task_by_name("sorting", 128) == task
-    with pytest.raises(ValueError, match="both trained on and held out"):
-        dataclasses.replace(task, held_out=task.train[:1])
 
 
 def test_batches_contain_every_example_once_per_pass() -> None:

@@ -165,10 +165,8 @@ def test_the_card_has_result_and_settings(runs: Path, tmp_path: Path) -> None:
     last = [row for row in rows_of(runs / "lora") if row["seed"] == 1][-1]
     for expected in (
         "`base`, trained with reinforcement learning by `gspo train`:\n2 of 2 rollouts, seed 1.",
-        "| reward | before training | after 2 rollouts | change, prompt by prompt | prompts | verdict |\n",
-        " | 2 | not decided |\n",
-        f"| {last['eval_reward']:.3f} [{last['eval_reward_low']:.3f}, {last['eval_reward_high']:.3f}] | ",
-        "Not decided: the held-out reward went from",
+        "after 2 rollouts: not decided: the held-out reward went from",
+        f" to {last['eval_reward']:.3f}, a change of ",
         'data: "data.jsonl"\n',
         'reward: ["rewards.py:brief"]\n',
         "learning_rate: 0.1\n",
@@ -183,8 +181,8 @@ def test_the_card_of_an_interrupted_run_is_about_the_saved_step(runs: Path, tmp_
     (tmp_path / "run" / "model-seed0" / "trainer_state.json").write_text(json.dumps({"seed": 0, "step": 1}))
     export(tmp_path / "run", tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "1 of 2 rollouts, seed 0" in text and "| before training | after 0 rollouts |" in text
-    assert "Not decided: the model was saved before the second evaluation." in text
+    assert "1 of 2 rollouts, seed 0" in text
+    assert "after 0 rollouts: not decided: the model was saved before the second evaluation." in text
     assert not (tmp_path / "out" / "trainer_state.json").exists()
 
 
@@ -204,10 +202,6 @@ def test_a_base_that_has_moved_is_named_and_can_be_given(runs: Path, tmp_path: P
     assert not out.exists()
     assert CliRunner().invoke(app, [*arguments, "--base", str(runs / "base")]).exit_code == 0
     assert AutoModelForCausalLM.from_pretrained(out)
-    other = chat_model.save(tmp_path / "other", vocab_size=300)
-    wrong = CliRunner().invoke(app, ["export", str(runs / "lora"), str(tmp_path / "wrong"), "--base", other])
-    assert wrong.exit_code == 1 and f"the adapter does not fit the base '{other}'" in wrong.stderr
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("wrong")]
 
 
 @pytest.mark.parametrize(

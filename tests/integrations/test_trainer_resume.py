@@ -78,7 +78,6 @@ def interrupt(
 MOMENTS: dict[str, tuple[Any, str, int, int]] = {
     "sampling": (loop, "collect", 4, 2),  # the first call evaluates
     "first update": (loop, "update", 5, 2),
-    "checkpoint": (loop.RunFolder, "save_checkpoint", 2, 4),
     "evaluation before the second seed": (loop.Training, "evaluate", 4, 5),
 }
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from helpers.reference_runs import write_jsonl
 from tokenizers import processors
-from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.chat import encode
@@ -29,7 +28,6 @@ from gspo_kernels.integrations.tasks import (
     task_by_name,
 )
 from gspo_kernels.integrations.tasks.rewards import time_limit
-from gspo_kernels.tools.cli import app
 
 EXAMPLE = Example("2+7:", "9")
 
@@ -157,30 +155,6 @@ def test_a_list_of_rewards_fails_as_a_whole_or_by_entry() -> None:
     slow = RewardComponent("slow", 1.0, lambda completions: time.sleep(0.15) or [1.0, 1.0])
     assert not Rewards((slow,), timeout=0.1)(["a", "b"], ROWS).failures  # the limit is per completion
     assert len(Rewards((slow,), timeout=0.05)(["a", "b"], ROWS).failures) == 2
-
-
-def test_a_wrong_signature_is_an_error_before_anything_is_sampled(tmp_path: Path) -> None:
-    policy.demo_policy("sort abcdef:").save(tmp_path / "tiny")
-    data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"sort {x}:", "tests": [x]} for x in "abcdef"))
-    (tmp_path / "mine.py").write_text("def f(completion, test):\n    return 1\n")
-    arguments = [f"model={tmp_path}/tiny", f"data={data}", f"output={tmp_path}/runs", f"reward={tmp_path}/mine.py:f"]
-    result = CliRunner().invoke(app, ["train", *arguments])
-    assert result.exit_code == 1 and not (tmp_path / "runs").exists()
-    assert "error: reward 'f': " in result.stderr and "got 'test', which 6 of 6 rows lack" in result.stderr
-    assert "(is it 'tests'?)" in result.stderr
-
-
-def test_the_digest_of_a_task_depends_on_prompts_answers_and_their_order() -> None:
-    task = task_by_name("sorting", 8)
-    first, second, *others = task.train
-    changed = [
-        replace(task, train=[second, first, *others]),
-        replace(task, train=[replace(first, answer="?"), second, *others]),
-        replace(task, train=others, held_out=[first, second, *task.held_out]),
-        replace(task, train=[replace(first, prompt=[{"role": "user", "content": first.key}]), second, *others]),
-        replace(task, train=[replace(first, columns={"level": 1}), second, *others]),
-    ]
-    assert task.digest == task_by_name("sorting", 8).digest and len({x.digest for x in (task, *changed)}) == 6
 
 
 def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:

@@ -108,8 +108,7 @@ MODEL_LOG_PROB_ABSOLUTE = 1e-5
 # Parameters after a few updates, each from one batch or from the same batch in micro-batches.
 PARAMETER_ABSOLUTE = 1e-6
 
-# Logits of a trained model and of its saved copy, and of a model with an adapter and of the merged model.
-SAVED_LOGIT_ABSOLUTE = 1e-4
+# Logits of a model with an adapter and of the merged model.
 MERGED_LOGIT_ABSOLUTE = 1e-3
 
 # fp32 log-probs over kept sets and of extra ids, compared with a formula or with another trainer's.

@@ -61,7 +61,7 @@ def forward_and_cache(head: HeadRows, tile_mass: bool = False, cache: Cache | No
     entropy = _entropy(log_probs, margin, log_slabs - log_others, totals.entropy) if head.entropy else None
     shift = torch.maximum(top_others, target_logit)
     log_total = torch.logaddexp(log_others + (top_others - shift), target_logit - shift)
-    entropy = tiles.zeros(0) if entropy is None else tiles.scatter(entropy)
+    entropy = log_probs.new_empty(0) if entropy is None else tiles.scatter(entropy)
     result = HeadResult(tiles.scatter(log_probs), entropy, tiles.scatter(shift), tiles.scatter(log_total))
     if tile_mass:
         scale = totals.of_cells((top - shift - log_total).exp_())
@@ -93,10 +93,10 @@ class _SlabTotals:
         self.slabs = tiles.slabs
         self.cell_columns = tiles.cell_columns
         shape = len(self.slabs), tiles.padded
-        self.top, self.log_mass = tiles.zeros(*shape), tiles.zeros(*shape)  # largest logit; log of sum exp(z - top)
+        # Largest logit; log of sum exp(z - top); logit of the target, or the slab's first logit if it is elsewhere.
+        self.top, self.log_mass, self.at_target = tiles.zeros(3, *shape)
         # Entropy of the softmax over the slab.
         self.entropy = tiles.zeros(*shape) if tiles.head.entropy else tiles.zeros(0, tiles.padded)
-        self.at_target = tiles.zeros(*shape)  # logit of the target; the slab's first logit if the target is elsewhere
         # [cells, ...]: sum of exp(z - top of the slab) over a cell's columns, or [0, 0]
         cells = -(-tiles.head.vocab_size // self.cell_columns)
         sharded = tiles.head.shard and len(cached.tile_mass)

@@ -146,29 +146,17 @@ def step_on_a_gpu(results: Results) -> str:
 
 def updates(results: Results) -> str:
     """What updates cost, by the lengths of the answers and the share with advantage 0."""
+    names = ("TRL", "GSPOTrainer")
+    has_memory = "TRL peak_bytes" in results["cases"][0]
     rows = []
     for case in results["cases"]:
-        padded = (f"{case[f'{name} tokens'] / case['real tokens']:.2f}" for name in ("TRL", "GSPOTrainer"))
-        clipped = " / ".join(f"{100 * share:.0f}" for share in case["clipped"])
-        memory = [
-            f"{case[f'{name} peak_bytes'] / 2**30:.1f} GiB"
-            for name in ("TRL", "GSPOTrainer")
-            if f"{name} peak_bytes" in case
-        ]
-        rows.append(
-            (case["lengths"], f"{1 - case['rows_run']:.0%}", f"{clipped} %", *padded, *memory, f"{case['update']:.2f}x")
-        )
-    memory = ["memory of TRL", "of GSPOTrainer"] if "TRL peak_bytes" in results["cases"][0] else []
-    header = (
-        "lengths",
-        "advantage 0",
-        "clipped in updates 1 to 4",
-        "tokens that TRL runs",
-        "that we run",
-        *memory,
-        "time",
-    )
-    return table(header, rows)
+        padded = (f"{case[f'{name} tokens'] / case['real tokens']:.2f}" for name in names)
+        memory = (f"{case[f'{name} peak_bytes'] / 2**30:.1f} GiB" for name in (names if has_memory else ()))
+        clipped = ", ".join(f"{share:.0%}" for share in case["clipped"])
+        cells = (f"{1 - case['rows_run']:.0%}", clipped, *padded, *memory, f"{case['update']:.2f}x")
+        rows.append((case["lengths"], *cells))
+    memory = ("TRL's memory", "our memory") if has_memory else ()
+    return table(("lengths", "advantage 0", "clipped, by update", "TRL's tokens", "our tokens", *memory, "time"), rows)
 
 
 def step_of_trl_on_a_cpu(every: Results) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from textwrap import shorten
 from typing import Any
 
 from jinja2 import TemplateError
 
-from ..tasks import Example
+from ..tasks import Example, nearest
 from ..tasks.rewards import Prompt
 from .config import InputError
 
@@ -34,6 +35,20 @@ def encode(policy: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
         return [ids[: len(ids) - appended] for ids in tokenizer(texts)["input_ids"]]
     texts = [rendered(policy, prompt) for prompt in prompts]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # a chat template has the special tokens
+
+
+def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Check that the chat template has the names of all variables of the option `chat_template_kwargs`.
+
+    Raises:
+        InputError: there is no template, or it does not have a name.
+    """
+    template = tokenizer.chat_template or ""
+    names = set(re.findall(r"\w+", " ".join(template.values() if isinstance(template, dict) else [template])))
+    for name in variables:
+        if name not in names:
+            expected = "variables that the tokenizer's chat template reads" if names else "none without a chat template"
+            raise InputError(f"chat_template_kwargs: expected {expected}, got {name!r}{nearest(name, names)}")
 
 
 def rendered(policy: Any, prompt: Prompt) -> str:

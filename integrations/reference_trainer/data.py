@@ -113,10 +113,14 @@ def read_examples(option: str, path: Path, needs_answer: bool) -> list[Example]:
     return list(by_key.values())
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def parse_line(where: str, line: str, needs_answer: bool) -> Example:
     """Parse one line of the file. Raise an InputError that begins with `where` for an invalid line."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # also a number with thousands of digits
         raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
     if not isinstance(record, dict):

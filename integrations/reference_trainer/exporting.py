@@ -17,10 +17,9 @@ from .config import InputError, TrainConfig
 from .config_file import read_run
 from .held_out import held_out_results, sentence
 from .loading import ADAPTER, load_adapter, located, weight_dtype
-from .policy import merged
+from .policy import ROUNDED, merged
 from .report import MODEL_STATE, model_of_run, read_rows
 
-ROUNDED = "rounding merged weights to 16 bits may lose most of the adapter's change"
 UNSAID = "name output seeds model device threads save report_to checkpoint_every"  # options that the card leaves out
 DTYPES = ("float32", "bfloat16", "float16")
 

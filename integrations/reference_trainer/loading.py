@@ -17,6 +17,7 @@ from gspo_kernels.extras import needs
 from ..huggingface.fused_head import base_model
 from ..huggingface.row_checkpoint import RowCheckpoint
 from ..huggingface.rows import separate_experts
+from .chat import check_variables
 from .config import InputError, TrainConfig
 from .distributed import shard, world
 from .policy import SORTING, Policy, cast, demo_policy, make_policy, merged
@@ -96,7 +97,9 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
         if isinstance(error, InputError):
             raise
         raise InputError(f"model {source}: {missing}: {' '.join(str(error).split())}") from error
-    return prepared(model, tokenizer, config or TrainConfig())
+    policy = prepared(model, tokenizer, config or TrainConfig())
+    policy.rounds_merged = is_adapter and merge and options["dtype"] != torch.float32
+    return policy
 
 
 def load_adapter(adapter: str, tokenizer: Any, options: dict[str, Any], base: str | None = None) -> Any:
@@ -159,6 +162,7 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
     # Dropout is no reason against it, because policies train in evaluation mode.
     if config.gradient_checkpointing and not (policy.router_loss_weight or separate_experts(policy.inner)):
         policy.row_checkpoint = RowCheckpoint(policy.inner)
+    check_variables(tokenizer, config.chat_template_kwargs)
     policy.chat_template_kwargs = config.chat_template_kwargs
     return policy
 

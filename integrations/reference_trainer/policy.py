@@ -21,6 +21,7 @@ from ..huggingface.fused_head import base_model
 from ..huggingface.row_checkpoint import RowCheckpoint
 from .config import InputError
 
+ROUNDED = "rounding merged weights to 16 bits may lose most of the adapter's change"
 SORTING = "abcdefsort :"  # the characters of the sorting task
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
@@ -37,6 +38,7 @@ class Policy:
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     checkpointing: bool = False  # recompute activations in the backward
     row_checkpoint: RowCheckpoint | None = None  # leaves clipped answers out of the backward
+    rounds_merged: bool = False  # the weights are a merged adapter's, rounded to 16 bits
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
 
     @property

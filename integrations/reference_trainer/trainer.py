@@ -38,7 +38,7 @@ from .held_out import (
 from .loading import pick_device, policy_of_seed, set_seed
 from .measures import Update, numbers_of_step
 from .optimizer import Optimizer
-from .policy import PRINTABLE, Policy
+from .policy import PRINTABLE, ROUNDED, Policy
 from .progress import TrainingProgress
 from .report import HELD_OUT, Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
@@ -256,6 +256,8 @@ class Training(Learner):
         say, config = self.progress.say, self.config
         self.seed_generators(0)
         say(self.skipping.description)
+        if self.policy.rounds_merged:
+            say(f"model: {ROUNDED}; with precision=fp32 or autocast, weights keep it")
         if config.updates_per_rollout * config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
         row = {"step": 0, **self.evaluate(0)[0], "eval_defined_by": defined_by(config, self.policy, self.task)}

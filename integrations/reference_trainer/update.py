@@ -81,12 +81,15 @@ def mini_batches(config: TrainConfig, seed: int, step: int) -> list[list[Tensor]
     return epochs
 
 
-def rows_by_length(rollout: Rollout, live: Tensor | None, rows: Tensor) -> Tensor:
+def rows_by_length(policy: Policy, rollout: Rollout, live: Tensor | None, rows: Tensor) -> Tensor:
     """Order the rows of a mini-batch that run, so that micro-batches have little padding.
 
     Each process gets a consecutive part of them. The k-th micro-batches of all processes get answers of similar length.
+    With a router loss the order stays, because it is a mean over the tokens of a micro-batch.
     """
     rows = rows_to_run(live, rows)
+    if policy.router_loss_weight:
+        return rows
     lengths = rollout.answer_mask[rows.to(rollout.answer_mask.device)].sum(1).cpu()
     order = lengths.argsort(stable=True).view(-1, world())
     return rows[order.t().flatten()]
@@ -143,7 +146,9 @@ def with_log_probs(
         live: see `Batch`. The other answers keep the sampler's log-probs.
         reuses_first: leave out the first mini-batch, whose update writes its log-probs (see `update`).
     """
-    to_run = [rows_by_length(rollout, live, rows) for rows in (first_epoch[1:] if reuses_first else first_epoch)]
+    to_run = [
+        rows_by_length(policy, rollout, live, rows) for rows in (first_epoch[1:] if reuses_first else first_epoch)
+    ]
 
     def computed(model: Policy) -> Tensor:
         """Compute log-probs in the order of `to_run`."""
@@ -235,7 +240,7 @@ def gradients(
     optimizer.zero_grad()
     mask = take(batch.rollout, rows).answer_mask
     divisors = normalizers(config, mask)
-    to_run = rows_by_length(batch.rollout, batch.live, rows)
+    to_run = rows_by_length(policy, batch.rollout, batch.live, rows)
     parts = micro_batches(config, to_run)
     measures = []
     losses = []

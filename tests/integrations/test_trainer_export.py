@@ -25,8 +25,7 @@ from gspo_kernels.integrations.reference_trainer import (
     train,
     train_config,
 )
-from gspo_kernels.integrations.reference_trainer.exporting import ROUNDED
-from gspo_kernels.integrations.reference_trainer.policy import Policy
+from gspo_kernels.integrations.reference_trainer.policy import ROUNDED, Policy
 from gspo_kernels.tools.cli import app
 
 IDS = torch.arange(3, 40)[None]

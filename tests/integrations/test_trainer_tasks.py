@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from helpers.reference_runs import write_jsonl
 from tokenizers import processors
 
-from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
+from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, loading, policy
 from gspo_kernels.integrations.reference_trainer.chat import encode
 from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward
 from gspo_kernels.integrations.reference_trainer.sampling import fitting
@@ -125,6 +126,26 @@ def test_a_reward_gets_the_columns_that_it_asks_for(parameters: str, expected: d
     else:
         assert calls == [{name: x[i] for name, x in expected.items()} for i in (0, 1)] and batch.total == [1.0, 1.0]
     assert not batch.failures
+
+
+THINKS = "{% if enable_thinking is defined %}.{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "variable", "message"),
+    [
+        (None, "enable_thinking", "expected none without a chat template, got 'enable_thinking'"),
+        (THINKS, "enable_thinkin", r"got 'enable_thinkin' \(is it 'enable_thinking'\?\)"),
+        ({"default": "text", "other": THINKS}, "enable_thinking", ""),
+    ],
+)
+def test_variables_that_the_template_does_not_read_are_refused(
+    demo: policy.Policy, template: Any, variable: str, message: str
+) -> None:
+    demo.tokenizer.chat_template = template
+    config = TrainConfig(chat_template_kwargs={variable: False})
+    with pytest.raises(InputError, match=message) if message else nullcontext():
+        loading.prepared(demo.model, demo.tokenizer, config)
 
 
 def without_default(completions: list, completion_ids: list) -> list:

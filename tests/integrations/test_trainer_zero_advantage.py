@@ -67,7 +67,7 @@ def test_training_equals_training_on_all_rows_and_padding(
 ) -> None:
     dead, options = CASES[name]
     with monkeypatch.context() as patch:
-        patch.setattr(update, "rows_by_length", lambda rollout, live, rows: rows)
+        patch.setattr(update, "rows_by_length", lambda policy, rollout, live, rows: rows)
         patch.setattr(update, "columns_to_run", lambda policy, rollout: slice(0, rollout.input_ids.shape[1]))
         stock = run(tmp_path, False, dead, **options)
     ours = run(tmp_path, True, dead, gradient_checkpointing=True, **options)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -28,23 +30,24 @@ from gspo_kernels.ranks.dtensors import is_dtensor
 from gspo_kernels.validation import Checks, Unquoted
 
 from .fused_head import base_model
-from .rows import interaction_of_rows
+from .rows import PACKED_BY_POSITIONS, interaction_of_rows
 
 _ATTRIBUTE = "_gspo_row_checkpoint"
 _SETTER = "_set_gradient_checkpointing"  # of transformers' models: gives a checkpoint function to the layers
 _FUNCTION = "_gradient_checkpointing_func"  # of modules: the checkpoint function
+_CAPTURING = "transformers.utils.output_capturing"  # missing in early versions of transformers 5
 _SAME = (type(None), bool, int, float, str, torch.dtype, torch.device)  # arguments that do not depend on rows
 
 
 class NotByRows(Exception):
-    """An argument of a layer of which we cannot take some rows. The layer uses the model's own checkpoint function."""
+    """We cannot take some rows of a layer's argument or output. The layer uses the model's own checkpoint function."""
 
 
 def skip_rows_without_gradient(model: nn.Module) -> RowCheckpoint:
     """Make the backward of checkpointed layers leave out the rows whose gradient is 0.
 
-    Works with gradient checkpointing of transformers (`gradient_checkpointing_enable`), which may be enabled before or
-    after this call. A second call returns the same RowCheckpoint.
+    Works with gradient checkpointing of transformers, which may be enabled before or after this call. As always, layers
+    are checkpointed only in training mode (`model.train()`). A second call returns the same RowCheckpoint.
 
     Under DistributedDataParallel, FSDP and ZeRO-3, every rank leaves out rows of its own batch.
 
@@ -88,15 +91,15 @@ class RowCheckpoint:
     Attributes:
         model: the transformers model.
         is_on: whether rows are left out. If False, the layers use the model's own checkpoint function.
-        fallbacks: arguments because of which calls used the model's own checkpoint function.
-        has_run: whether layers of the current forward will leave out rows.
+        counts_rows: whether `take` counts the rows of forwards from now on.
+        fallbacks: why calls used the model's own checkpoint function, for example an argument of the layer.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.is_on = True
+        self.counts_rows = True
         self.fallbacks: set[str] = set()
-        self.has_run = False
         self._live = self._rows = 0  # since the last `take`
         setattr(model, _ATTRIBUTE, self)
         for module in model.modules():
@@ -112,8 +115,6 @@ class RowCheckpoint:
             setter(model, enable, skipping._replacing(gradient_checkpointing_func), **options)
 
         setattr(model, _SETTER, types.MethodType(set_checkpointing, model))
-        if hasattr(model.config, "output_router_logits"):
-            model.register_forward_hook(_refuse_router_logits)
 
     def _replacing(self, function: Any) -> _CheckpointFunction:
         original = function.original if isinstance(function, _CheckpointFunction) else function
@@ -131,13 +132,17 @@ class RowCheckpoint:
         self._rows += rows
 
 
-def _refuse_router_logits(model: Any, args: Any, output: Any) -> None:
-    """Raise an error if a loss of the routers would lose its gradient, because layers record logits in the forward."""
-    skipping: RowCheckpoint = vars(model)[_ATTRIBUTE]
-    has_run, skipping.has_run = skipping.has_run, False
-    if has_run and getattr(output, "router_logits", None) is not None:
-        expected = "False after skip_rows_without_gradient, because router losses act on all rows"
-        Checks(type(model).__name__).fail("output_router_logits", expected, True)
+@functools.cache
+def _capturing() -> Any:
+    return importlib.import_module(_CAPTURING) if importlib.util.find_spec(_CAPTURING) else None
+
+
+def _recorded_outputs() -> list[str]:
+    """Outputs that transformers records inside the layers of the current forward, such as router_logits."""
+    if _capturing() is None:
+        return ["outputs that this version of transformers may record"]
+    collected = _capturing()._active_collector.get() or {}
+    return sorted(name for name in collected if name not in ("hidden_states", "_hidden_states_layers"))
 
 
 class _CheckpointFunction:
@@ -156,11 +161,10 @@ class _CheckpointFunction:
             return self.original(function, *args, **options)
         try:
             call = _Call.of(function, hidden, args[1:], self.skipping)
+            return _Layer.apply(call, hidden)
         except NotByRows as reason:
             self.skipping.fallbacks.add(str(reason))
             return self.original(function, *args)
-        self.skipping.has_run = True
-        return _Layer.apply(call, hidden)
 
 
 def _is_differentiated(hidden: Tensor) -> bool:
@@ -176,6 +180,7 @@ class _Call(NamedTuple):
     keywords: dict[str, Any]
     rows: _Padded | _Packed
     skipping: RowCheckpoint
+    is_counted: bool
     autocast: list[dict[str, Any]]
 
     @classmethod
@@ -183,16 +188,18 @@ class _Call(NamedTuple):
         """Check the arguments. Transformers passes a partial with the keyword arguments of the layer.
 
         Raises:
-            NotByRows: an argument needs a gradient, or it is unknown whether it has rows.
+            NotByRows: an argument needs a gradient, or it is unknown whether it has rows; or layers record outputs.
         """
         keywords = {}
         if isinstance(function, functools.partial):
             keywords = function.keywords
             function = functools.partial(function.func, *function.args)
+        if recorded := _recorded_outputs():  # the recomputation would not give them a gradient
+            raise NotByRows(f"{', '.join(recorded)}, which layers record")
         mask = keywords.get("attention_mask", args[0] if args else None)
         positions: Any = keywords.get("position_ids")
-        is_packed = _is_packed(skipping.model.config, hidden, mask, positions)
-        rows = _Packed(hidden, positions) if is_packed else _Padded(hidden)
+        is_packed = _may_be_packed(skipping.model.config, hidden, mask, positions)
+        rows = _Packed(hidden, positions, mask) if is_packed else _Padded(hidden)
         autocast = [
             {
                 "device_type": kind,
@@ -203,7 +210,7 @@ class _Call(NamedTuple):
             for kind in {"cpu", hidden.device.type}
             if torch.amp.is_autocast_available(kind)
         ]
-        call = cls(function, args, keywords, rows, skipping, autocast)
+        call = cls(function, args, keywords, rows, skipping, skipping.counts_rows, autocast)
         for i, x in enumerate(args, 1):
             call._check(f"argument {i}", x)
         for name, x in keywords.items():
@@ -259,10 +266,16 @@ class _Layer(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(hidden)
         with torch.no_grad():
-            return call(hidden)
+            outputs = call(hidden)
+        for x in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(x, Tensor) and x.shape[: 1 + call.rows.axis] != hidden.shape[: 1 + call.rows.axis]:
+                raise NotByRows(f"an output {list(x.shape)}")
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:  # type: ignore[override]
+        if all(x is None for x in gradients):
+            return None, None
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined] - as torch's reentrant checkpoint
             raise RuntimeError(
                 "skip_rows_without_gradient: torch.autograd.grad and loss.backward(inputs=...) are not supported, "
@@ -291,10 +304,11 @@ def _choice(call: _Call, gradients: list[Tensor]) -> Choice:
     """Choose the rows to differentiate. Usually reads numbers on the host in one layer of a backward only."""
     if len(gradients) == 1 and hasattr(gradients[0], "_gspo_choice"):
         choice, version = gradients[0]._gspo_choice  # type: ignore[attr-defined]
-        if gradients[0]._version == version:
+        if gradients[0]._version == version and call.rows.accepts(choice):
             return choice
     choice = call.rows.choose(gradients)
-    call.skipping.count(choice.live, choice.rows)
+    if call.is_counted:
+        call.skipping.count(choice.live, choice.rows)
     return choice
 
 
@@ -305,7 +319,6 @@ class Choice(NamedTuple):
     places: Tensor | None  # int64; None: all
     live: int  # rows with a gradient
     rows: int  # all rows
-    is_live: Tensor | None = None  # [sequences of a packed row] bool
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Take the chosen part of a tensor [B, T, ...]."""
@@ -316,16 +329,19 @@ class Choice(NamedTuple):
         return part if self.places is None else torch.zeros_like(like).index_copy_(self.axis, self.places, part)
 
 
-def _is_packed(config: Any, hidden: Tensor, mask: Any, positions: Any) -> bool:
-    """True if a row may be packed, and attention certainly stays inside its sequences."""
+def _may_be_packed(config: Any, hidden: Tensor, mask: Any, positions: Any) -> bool:
+    """True for a row [1, T, H] of a model that separates the sequences of a packed row by their position_ids."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    is_flash = "flash" in str(getattr(text, "_attn_implementation", ""))
+    has_mask = mask is None if is_flash else isinstance(mask, Tensor) and mask.ndim == 4
     has_positions = isinstance(positions, Tensor) and positions.shape == hidden.shape[:2]
-    separates = isinstance(mask, Tensor) and mask.ndim == 4
-    is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
-    return hidden.shape[0] == 1 and has_positions and (separates or is_flash)
+    return hidden.shape[0] == 1 and has_positions and has_mask and text.model_type in PACKED_BY_POSITIONS
 
 
 class _Padded:
     """The rows of a padded batch [B, T, H]."""
+
+    axis = 0  # of the rows
 
     def __init__(self, hidden: Tensor) -> None:
         self.count, self.length = hidden.shape[:2]
@@ -333,10 +349,24 @@ class _Padded:
             raise NotByRows("a batch with as many rows as tokens in a row")
 
     def check_tensor(self, name: str, x: Tensor) -> None:
-        """Raise NotByRows unless it is known whether `x` has rows."""
-        is_per_token = x.ndim <= 2 and x.shape[:1] == (self.length,)  # such as cache_position, or RoPE's cos [T, D]
-        if not (x.ndim == 0 or x.shape[0] in (1, self.count) or is_per_token):
+        """Raise NotByRows unless it is known whether `x` has rows.
+
+        Per row are [B, T], [B, T, D] such as RoPE's, and [B, 1 or heads, queries, T]. Shared are [1, ...], and [T] or
+        [T, D] for positions. Others may have heads in the first axis, which could be as many as rows.
+        """
+        length = self.length
+        has_rows = x.shape[:1] == (self.count,) and (
+            (x.ndim == 2 and x.shape[1] == length)
+            or (x.ndim == 3 and x.shape[1] == length != x.shape[2])
+            or (x.ndim == 4 and x.shape[3] == length)
+        )
+        is_shared = x.ndim == 0 or (x.shape[0] == 1 != self.count) or (x.ndim <= 2 and x.shape[0] == length)
+        if not (has_rows or is_shared or self.count == 1):
             raise NotByRows(f"{name}, a tensor {list(x.shape)}")
+
+    def accepts(self, choice: Choice) -> bool:
+        """True if a choice of another layer is one of these rows."""
+        return choice.axis == self.axis and choice.rows == self.count
 
     def choose(self, gradients: list[Tensor]) -> Choice:
         live = torch.stack([x.flatten(1).any(1) for x in gradients]).any(0)
@@ -378,17 +408,21 @@ class _Padded:
 class _Packed:
     """The sequences of a packed row [1, T, H]: position_ids begin again at 0, and attention stays inside a sequence."""
 
-    _LIMITS = ("cu_seq_lens_q", "cu_seq_lens_k")  # [S + 1], for flash attention
+    axis = 1  # of the tokens
 
-    def __init__(self, hidden: Tensor, positions: Tensor) -> None:
+    def __init__(self, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> None:
         self.length = hidden.shape[1]
         self.positions = positions
+        self.mask = mask  # [1, heads, T, T]; None for flash attention, which reads position_ids
 
     def check_tensor(self, name: str, x: Tensor) -> None:
         """Raise NotByRows unless it is known which axes of `x` are tokens."""
-        is_known = x.ndim == 0 or self._axes(x) or (name in self._LIMITS and x.ndim == 1)
-        if not is_known:
+        if name.startswith("cu_seq") or not (x.ndim == 0 or self._axes(x)):
             raise NotByRows(f"{name}, a tensor {list(x.shape)}")
+
+    def accepts(self, choice: Choice) -> bool:
+        """True if a choice of another layer is one of these rows."""
+        return choice.axis == self.axis
 
     def _axes(self, x: Tensor) -> tuple[int, ...]:
         """The axes of tokens."""
@@ -405,28 +439,24 @@ class _Packed:
         number = begins.cumsum(0) - 1  # of each token's sequence
         live = torch.stack([x[0].any(-1) for x in gradients]).any(0)
         is_live = torch.zeros_like(number).index_add(0, number, live.long()) > 0
-        # If a sequence does not begin at 0, such as an answer after a prompt that it shares, all tokens are needed.
+        # All tokens are needed if a sequence does not begin at 0, such as an answer after a prompt that it shares, or
+        # if the mask lets a token see another sequence.
         needs_all = (begins & (positions != 0)).any()
+        if self.mask is not None:
+            sees = self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min / 2
+            needs_all = needs_all | (sees & (number[:, None] != number)).any()
         every, found, everything = torch.stack([number[-1] + 1, is_live.sum(), needs_all.long()]).tolist()
         if everything or found == every:
             return Choice(1, None, every, every)
         if found == 0:
             is_live[0] = True
-        return Choice(1, is_live[number].nonzero()[:, 0], found, every, is_live[:every])
+        return Choice(1, is_live[number].nonzero()[:, 0], found, every)
 
     def of_tensor(self, name: str, x: Tensor, choice: Choice) -> Tensor:
         """Take the chosen tokens of an argument of the layer."""
-        if name in self._LIMITS:
-            return self._limits(x, choice)
         for axis in self._axes(x):
             x = x.index_select(axis, choice.places)  # type: ignore[arg-type]
         return x
-
-    def _limits(self, x: Tensor, choice: Choice) -> Tensor:
-        """Give length 0 to the sequences that are left out."""
-        assert choice.is_live is not None
-        lengths = x.diff() * choice.is_live
-        return torch.cat([x[:1], lengths.cumsum(0).to(x.dtype)])
 
     def check_block_mask(self, name: str, x: BlockMask) -> None:
         raise NotByRows(f"{name}, a block mask of a packed row")

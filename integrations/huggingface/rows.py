@@ -15,6 +15,8 @@ RELATIVE_POSITIONS = {
     "minimax_m2", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3",
     "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 }  # fmt: skip  # names
+# Of these, models that separate the sequences of a packed row wherever `position_ids` begin again and there is no mask.
+PACKED_BY_POSITIONS = RELATIVE_POSITIONS - {"gpt_oss"}
 
 
 def live_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -32,13 +34,17 @@ def interaction_of_rows(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"dropout={module.p} in {name}"
+        if "Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0:  # such as PEFT's for BOFT
+            return f"{type(module).__name__} in {name}"
+        if any("ALora" in type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()):
+            return f"aLoRA in {name}"  # finds its tokens by the ids of all rows
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return f"batch normalization in {name}"
         for key, value in vars(module).items():  # such as Qwen2Attention.attention_dropout and Mixtral's jitter_noise
-            if "drop" in key or "jitter" in key:
-                is_rate = isinstance(value, int | float) and not isinstance(value, bool)
-                if is_rate and value > 0:
-                    return f"{key}={value} in {name}"
+            for rate in value.values() if isinstance(value, dict) else (value,):  # PEFT has one per adapter
+                is_rate = isinstance(rate, int | float) and not isinstance(rate, bool)
+                if ("drop" in key or "jitter" in key) and is_rate and rate > 0:
+                    return f"{key}={rate} in {name}"
     return separate_experts(model)
 
 

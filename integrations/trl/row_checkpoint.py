@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +41,18 @@ class LiveRows:
             return log(*args, **kwargs)
 
         replace_method(trainer, "log", log_with_share)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Do not count the rows of forwards in this context as answers."""
+        if self._checkpoint is None:
+            yield
+            return
+        self._checkpoint.counts_rows = False
+        try:
+            yield
+        finally:
+            self._checkpoint.counts_rows = True
 
     def _announce(self, rows: int) -> None:
         """Print once why layers were differentiated for all rows of a log."""

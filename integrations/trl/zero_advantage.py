@@ -281,7 +281,8 @@ class LiveAnswers:
             # All ranks must call the model, and AdamW must get gradients of 0 instead of None. Two tokens are enough.
             ids = input_ids[:1, prompt - 1 : prompt + 1] if self.skipping.crops else input_ids[:1]
             keep = 1 if self.skipping.crops else width
-            log_probs, entropy, *rest = self._replaced[METHOD](model, ids, torch.ones_like(ids), keep, **options)
+            with self.rows.uncounted():
+                log_probs, entropy, *rest = self._replaced[METHOD](model, ids, torch.ones_like(ids), keep, **options)
             full = full + 0 * log_probs.sum()
             place = None
         else:

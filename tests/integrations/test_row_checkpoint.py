@@ -134,6 +134,52 @@ def test_sequences_of_a_packed_row_are_left_out(live: str, choices: list[tuple[i
     assert choices == [(3 if live == "some" else 0, B)]
 
 
+def loss_of_routers(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, output_router_logits=True, labels=ids).aux_loss
+
+
+# A model, and a loss: rows, or what a layer returns or records, depend on more than a row's hidden states.
+CONNECTED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "a mask of a packed row": (
+        partial(build, attn_implementation="eager"),
+        lambda model, ids: packed_loss(model, ids, attention_mask=torch.ones(1, B * T)),
+    ),
+    "windows of a packed row": (
+        partial(build, "GptOss", torch.float32, attn_implementation="eager", num_local_experts=4, sliding_window=4),
+        lambda model, ids: packed_loss(model, ids),
+    ),
+    "convolutions of a packed row": (
+        partial(build, "Lfm2", layer_types=["conv", "full_attention", "conv"]),
+        lambda model, ids: packed_loss(model, ids),
+    ),
+    "router logits": (partial(build, "Qwen3Moe", torch.float32, **EXPERTS), loss_of_routers),
+    "attentions": (
+        partial(build, attn_implementation="eager"),
+        lambda model, ids: torch.stack(model(input_ids=ids, output_attentions=True).attentions).square()[:, 0].sum(),
+    ),
+}
+
+
+def packed_loss(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
+    """A loss of the third of five sequences."""
+    logits = model(input_ids=ids.view(1, -1), position_ids=torch.arange(T).repeat(B)[None], **inputs).logits
+    return logits[0, 2 * T : 3 * T].log_softmax(-1)[:, 0].sum()
+
+
+@pytest.mark.parametrize("name", CONNECTED)
+def test_rows_that_are_connected_are_all_differentiated(name: str) -> None:
+    make, loss = CONNECTED[name]
+    ids, *_ = batch()
+    computed = []
+    for skips in (False, True):
+        model = make()
+        if skips:
+            skip_rows_without_gradient(model)
+        loss(model, ids).backward()
+        computed.append({key: p.grad for key, p in model.named_parameters()})
+    assert_same(computed[1], computed[0], ROW_CHECKPOINT_RELATIVE if model.dtype == torch.float64 else 1e-4)
+
+
 def test_a_single_row_is_differentiated(choices: list[tuple[int, int]]) -> None:
     """Its attention mask is None, so that attention would cross sequences."""
     ids, _, weights = batch()
@@ -180,7 +226,7 @@ def _row_of_block_mask(hidden: Tensor, mask: Any) -> Tensor:
     return flex_attention(heads, heads, heads, block_mask=mask)[:, 0].double()
 
 
-BY_ROWS = torch.randn(B, 1, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+BY_ROWS = torch.randn(B, T, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 # A layer's function of hidden states [B, T, 8] and another argument; the argument; whether rows are left out.
 ARGUMENTS: dict[str, tuple[Callable[..., Tensor], Any, bool]] = {
     "none": (lambda h, x: h, None, True),
@@ -190,6 +236,7 @@ ARGUMENTS: dict[str, tuple[Callable[..., Tensor], Any, bool]] = {
     "shared": (lambda h, x: h * x, torch.full((1, 1, 8), 2.0), True),
     "with a gradient": (lambda h, x: h * x, BY_ROWS.clone().requires_grad_(), False),
     "rows in the second axis": (lambda h, x: h * x.sum(0), torch.ones(3, B, T, 1), False),
+    "as many heads as rows": (lambda h, x: h * x.sum(0)[..., None], torch.ones(B, 1, T), False),
     "an object": (lambda h, x: h * x.value, type("Scale", (), {"value": BY_ROWS})(), False),
 }
 
@@ -254,14 +301,15 @@ def test_what_cannot_be_differentiated_by_rows_raises() -> None:
         skip_rows_without_gradient(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         skip_rows_without_gradient(build(attention_dropout=0.1))
-    ids, mask, weights = batch()
-    model = build("Qwen3Moe", torch.float32, **EXPERTS)
-    rows = skip_rows_without_gradient(model)
-    gradients(model, ids, weights, attention_mask=mask)
-    with pytest.raises(ValueError, match="output_router_logits must be False"):
-        model(input_ids=ids, output_router_logits=True)
-    rows.is_on = False
-    model(input_ids=ids, output_router_logits=True, labels=ids).aux_loss.backward()
+    peft = pytest.importorskip("peft")
+    for config, reason in (
+        (peft.LoKrConfig(r=2, target_modules=["q_proj"], rank_dropout=0.5), r"rank_dropout=0\.5"),
+        (peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"], boft_dropout=0.5), "MultiplicativeDropoutLayer"),
+        (peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1], task_type="CAUSAL_LM"), "aLoRA"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            skip_rows_without_gradient(peft.get_peft_model(build(), config))
+    ids, *_ = batch()
     model = build()
     skip_rows_without_gradient(model)
     with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad and"):

@@ -351,13 +351,13 @@ class _Padded:
     def check_tensor(self, name: str, x: Tensor) -> None:
         """Raise NotByRows unless it is known whether `x` has rows.
 
-        Per row are [B, T], [B, T, D] such as RoPE's, and [B, 1 or heads, queries, T]. Shared are [1, ...], and [T] or
+        Per row are [B, T], [B, T, D] such as RoPE's, and [B, 1 or heads, queries, T], but [B, T, T] only for RoPE. Shared are [1, ...], and [T] or
         [T, D] for positions. Others may have heads in the first axis, which could be as many as rows.
         """
         length = self.length
         has_rows = x.shape[:1] == (self.count,) and (
             (x.ndim == 2 and x.shape[1] == length)
-            or (x.ndim == 3 and x.shape[1] == length != x.shape[2])
+            or (x.ndim == 3 and x.shape[1] == length and (x.shape[2] != length or name == "position_embeddings"))
             or (x.ndim == 4 and x.shape[3] == length)
         )
         is_shared = x.ndim == 0 or (x.shape[0] == 1 != self.count) or (x.ndim <= 2 and x.shape[0] == length)

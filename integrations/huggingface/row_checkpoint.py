@@ -351,8 +351,9 @@ class _Padded:
     def check_tensor(self, name: str, x: Tensor) -> None:
         """Raise NotByRows unless it is known whether `x` has rows.
 
-        Per row are [B, T], [B, T, D] such as RoPE's, and [B, 1 or heads, queries, T], but [B, T, T] only for RoPE. Shared are [1, ...], and [T] or
-        [T, D] for positions. Others may have heads in the first axis, which could be as many as rows.
+        Per row are [B, T], [B, T, D] such as RoPE's, and [B, 1 or heads, queries, T], but [B, T, T] only for RoPE.
+        Shared are [1, ...], and [T] or [T, D] for positions. Others may have heads in the first axis, which could be as
+        many as rows.
         """
         length = self.length
         has_rows = x.shape[:1] == (self.count,) and (

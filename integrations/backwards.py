@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from gspo_kernels.backends.workspace import cache_limit, check_cache
 from gspo_kernels.metrics import combine, last_backward
 from gspo_kernels.validation import Checks, TensorChecks
 
+SKIP_ROWS = "skip_rows_without_gradient"  # the option of both adapters
 METRICS = ("passes", "dropped_gradient_mass", "live_row_share")  # logged as gspo/passes, ...
 
 
@@ -74,6 +76,39 @@ class BackwardMetrics:
         self._backwards = []
         values = torch.stack([combined[name] for name in METRICS]).tolist()
         return {f"gspo/{name}": value for name, value in zip(METRICS, values, strict=True)}
+
+
+class RowShare:
+    """The share of the rows with a gradient, which a model's RowCheckpoint has counted, over all ranks.
+
+    Args:
+        checkpoint: the RowCheckpoint.
+        total: total(counts) sums an int64 tensor [2] over all ranks.
+        device: the device of this tensor.
+        announces: whether this rank prints a line if no row is ever left out.
+    """
+
+    def __init__(
+        self, checkpoint: Any, total: Callable[[Tensor], Tensor], device: torch.device | int | str, announces: bool
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._total = total
+        self._device = device
+        self._announces = announces
+
+    def take(self) -> dict[str, float]:
+        """The metric of all backwards since the last call; {} without counted rows. All ranks must call this together.
+
+        Prints once why layers were differentiated for all rows.
+        """
+        live, rows = self._total(torch.tensor(self.checkpoint.take(), device=self._device)).tolist()
+        if rows:
+            return {"gspo/rows_differentiated": live / rows}
+        if self.checkpoint.fallbacks and self._announces:
+            self._announces = False
+            reasons = ", ".join(sorted(self.checkpoint.fallbacks))
+            print(f"gspo_kernels: {SKIP_ROWS} has no effect: layers get {reasons}", flush=True)
+        return {}
 
 
 def describe_backend(place: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,6 +156,33 @@ def _check_loss(config: GSPOConfig) -> None:
     if loss_type == "vespo":
         for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
             check.number(name, getattr(config, name), "a finite number >= 0", lambda x: 0 <= x < math.inf)
+
+
+def wanted(trainer: Any, name: str, argument: bool | None) -> bool | None:
+    """The argument `name` of `accelerate_trainer` or, if that is None, the setting of the trainer's GSPOConfig."""
+    return getattr(trainer.args, name, None) if argument is None else argument
+
+
+def check_wanted(
+    place: str, name: str, value: bool | None, find_reason: Callable[[], str | None], consequence: str = ""
+) -> None:
+    """Check an option that is on by default wherever nothing speaks against it.
+
+    Args:
+        place: the function or class that the user called, for messages.
+        value: `wanted(trainer, name, ...)`.
+        find_reason: names what speaks against the option; None if nothing does.
+        consequence: follows the reason in the message.
+
+    Raises:
+        TypeError: the value is not a bool or None.
+        ValueError: it is True, and there is a reason against it. The message names the reason.
+    """
+    check = Checks(place)
+    if value is not None:
+        check.boolean(name, value)
+    if value and (reason := find_reason()):
+        check.fail(name, f"None or False with {reason}{consequence}", True)
 
 
 def check_trainer(place: str, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Answers without a gradient, such as clipped ones: the layers of the model are not differentiated for them."""
+"""Skips the model's backward for answers without a gradient, such as clipped ones."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from gspo_kernels.validation import Checks
-
+from ..backwards import SKIP_ROWS, RowShare
 from ..huggingface import base_model, skip_rows_without_gradient
 from ..huggingface.row_checkpoint import RowCheckpoint, parallel_in_rows
 from ..huggingface.rows import interaction_of_rows
+from .config import check_wanted, wanted
 from .logs import replace_method
-
-OPTION = "skip_rows_without_gradient"
 
 
 class LiveRows:
@@ -27,17 +23,14 @@ class LiveRows:
         self.requested: bool | None = None
         self.description = ""  # for the line that the trainer prints
         self._checkpoint: RowCheckpoint | None = None
-        self._is_announced = False
+        self._share: RowShare | None = None
         log = trainer.log
 
         @functools.wraps(log)
         def log_with_share(*args: Any, **kwargs: Any) -> Any:
-            if self._checkpoint is not None and trainer.model.training:
-                counts = torch.tensor(self._checkpoint.take(), device=trainer.accelerator.device)
-                live, rows = trainer.accelerator.reduce(counts, reduction="sum").tolist()
-                if rows:
-                    trainer._metrics["train"]["gspo/rows_differentiated"].append(live / rows)
-                self._announce(rows)
+            if self._share is not None and trainer.model.training:
+                for name, value in self._share.take().items():
+                    trainer._metrics["train"][name].append(value)
             return log(*args, **kwargs)
 
         replace_method(trainer, "log", log_with_share)
@@ -54,42 +47,29 @@ class LiveRows:
         finally:
             self._checkpoint.counts_rows = True
 
-    def _announce(self, rows: int) -> None:
-        """Print once why layers were differentiated for all rows of a log."""
-        assert self._checkpoint is not None
-        if self._checkpoint.fallbacks and not rows and not self._is_announced:
-            self._is_announced = True
-            if self.trainer.accelerator.is_main_process:
-                reasons = ", ".join(sorted(self._checkpoint.fallbacks))
-                print(f"gspo_kernels: {OPTION} has no effect: layers get {reasons}", flush=True)
-
     def decide(self) -> None:
         """Decide from the current settings of trainer and model, which callbacks may change."""
+        value = wanted(self.trainer, SKIP_ROWS, self.requested)
         reason = reason_against_skipping(self.trainer)
-        is_on = self.requested is not False and reason is None
+        is_on = value is not False and reason is None
         if is_on and self._checkpoint is None:
-            self._checkpoint = skip_rows_without_gradient(self.trainer.model)
+            self._install()
         if self._checkpoint is not None:
             self._checkpoint.is_on = is_on
-        why = f" ({reason})" if reason and self.requested is not False else ""
-        self.description = f"{OPTION}={is_on}{why}"
+        why = f" ({reason})" if reason and value is not False else ""
+        self.description = f"{SKIP_ROWS}={is_on}{why}"
+
+    def _install(self) -> None:
+        accelerator = self.trainer.accelerator
+        total = functools.partial(accelerator.reduce, reduction="sum")
+        self._checkpoint = skip_rows_without_gradient(self.trainer.model)
+        self._share = RowShare(self._checkpoint, total, accelerator.device, accelerator.is_main_process)
 
 
-def check_request(place: str, trainer: Any, requested: bool | None) -> None:
-    """Check the option of `accelerate_trainer` or of the trainer's GSPOConfig.
-
-    Args:
-        place: the function or class that the user called, for messages.
-
-    Raises:
-        TypeError: the option is not a bool or None.
-        ValueError: it is True, and rows cannot be left out. The message names the reason.
-    """
-    check = Checks(place)
-    if requested is not None:
-        check.boolean(OPTION, requested)
-    if requested and (reason := reason_against_skipping(trainer)):
-        check.fail(OPTION, f"None or False with {reason}", True)
+def check_rows(place: str, trainer: Any, requested: bool | None) -> None:
+    """Check the option skip_rows_without_gradient: see `check_wanted`."""
+    value = wanted(trainer, SKIP_ROWS, requested)
+    check_wanted(place, SKIP_ROWS, value, lambda: reason_against_skipping(trainer))
 
 
 def reason_against_skipping(trainer: Any) -> str | None:

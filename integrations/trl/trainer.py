@@ -22,7 +22,7 @@ from ..huggingface.fused_head import fused_head_of
 from .config import LEVELS, METHOD, GSPOConfig, backward_settings, check_trainer, warn_of_settings_that_never_clip
 from .logs import log_backwards, print_settings, replace_method
 from .model_forward import ModelLogProbs
-from .row_checkpoint import OPTION, LiveRows, check_request
+from .row_checkpoint import LiveRows, check_rows
 from .zero_advantage import EqualRewards, LiveAnswers, check_skipping
 
 # Attributes of a trainer.
@@ -86,9 +86,8 @@ class GSPOTrainer(GRPOTrainer):
         _warn_of_overridden_log_probs("GSPOTrainer", type(self), stacklevel=3)
         warn_of_settings_that_never_clip(self, stacklevel=4)
         check_skipping("GSPOTrainer", self, None)
-        skip_rows = getattr(args, OPTION, None)
-        check_request("GSPOTrainer", self, skip_rows)
-        _accelerate("GSPOTrainer", self, settings, None, skip_rows)
+        check_rows("GSPOTrainer", self, None)
+        _accelerate("GSPOTrainer", self, settings, None, None)
 
 
 def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSettings:
@@ -172,9 +171,7 @@ def accelerate_trainer(
     check_trainer(place, trainer.args)
     settings = backward_settings(place, trainer.args, trainer._entropy_bonus_enabled, gradient_budget, cache_mib)
     check_skipping(place, trainer, skip_zero_advantage)
-    if skip_rows_without_gradient is None:
-        skip_rows_without_gradient = getattr(trainer.args, OPTION, None)
-    check_request(place, trainer, skip_rows_without_gradient)
+    check_rows(place, trainer, skip_rows_without_gradient)
     _warn_of_overridden_log_probs(place, type(trainer), stacklevel=3)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
     return _accelerate(place, trainer, settings, skip_zero_advantage, skip_rows_without_gradient)

@@ -24,16 +24,15 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from gspo_kernels.validation import Checks
-
 from ..huggingface.rows import interaction_of_rows, live_tokens, positions_are_relative, rope_of_longest_row
-from .config import LOSS_TYPES, METHOD
+from .config import LOSS_TYPES, METHOD, check_wanted, wanted
 from .logs import method_before, replace_method
 from .row_checkpoint import LiveRows
 
 _COMPUTE_LOSS, _GENERATE, _PREPARE = "_compute_loss", "_generate_and_score_completions", "_prepare_inputs"
 _SAMPLE = "_generate"
 _OLD = "old_per_token_logps"  # TRL's key
+SKIP = "skip_zero_advantage"
 _PROMPTS = ("prompt_ids", "prompt_mask")  # padded on the left
 # TRL's keys whose tensors have a row per answer. With other keys, answers stay on their rank.
 _KEYS = {
@@ -57,21 +56,9 @@ class Skipping(NamedTuple):
 
 
 def check_skipping(place: str, trainer: Any, requested: bool | None) -> None:
-    """Check the argument of `accelerate_trainer` or, if that is None, the setting of the trainer's GSPOConfig.
-
-    Args:
-        place: the function or class that the user called, for messages.
-
-    Raises:
-        TypeError: the setting is not a bool or None.
-        ValueError: it is True, and skipping would not be exact. The message names the reason.
-    """
-    check = Checks(place)
-    wanted = _wanted(trainer, requested)
-    if wanted is not None:
-        check.boolean("skip_zero_advantage", wanted)
-    if wanted and (reason := _inexact_setting(trainer)):
-        check.fail("skip_zero_advantage", f"None or False with {reason}, where skipping would not be exact", True)
+    """Check the option skip_zero_advantage: see `check_wanted`."""
+    value = wanted(trainer, SKIP, requested)
+    check_wanted(place, SKIP, value, lambda: _inexact_setting(trainer), ", where skipping would not be exact")
 
 
 def skipping(trainer: Any, requested: bool | None) -> Skipping:
@@ -80,21 +67,15 @@ def skipping(trainer: Any, requested: bool | None) -> Skipping:
     Args:
         requested: None means the setting of the trainer's GSPOConfig or, if that is None too, wherever it is exact.
     """
-    wanted = _wanted(trainer, requested)
+    value = wanted(trainer, SKIP, requested)
     reason = _inexact_setting(trainer)
-    if reason or wanted is False:
-        description = f"skip_zero_advantage=False{f' ({reason})' if wanted is None else ''}"
+    if reason or value is False:
+        description = f"{SKIP}=False{f' ({reason})' if value is None else ''}"
         return Skipping(False, False, False, False, description)
     length, order = _dependence_on_length(trainer), _dependence_on_order(trainer)
     kept = ", ".join(f"{name} kept: {why}" for name, why in (("padding", length), ("order", order)) if why)
     crops_prompts = not length and positions_are_relative(trainer.model)
-    return Skipping(
-        True, not length, crops_prompts, not order, f"skip_zero_advantage=True{f' ({kept})' if kept else ''}"
-    )
-
-
-def _wanted(trainer: Any, requested: bool | None) -> bool | None:
-    return getattr(trainer.args, "skip_zero_advantage", None) if requested is None else requested
+    return Skipping(True, not length, crops_prompts, not order, f"{SKIP}=True{f' ({kept})' if kept else ''}")
 
 
 def _inexact_setting(trainer: Any) -> str | None:
@@ -176,7 +157,7 @@ def rows_by_width(widths: Tensor) -> Tensor:
 
 
 def padded_tokens(widths: Tensor, prompt: int) -> Tensor:
-    """Tokens of the slowest rank in each micro-batch, if `prompt` tokens precede each answer. [micro-batches]."""
+    """Count the tokens of the slowest rank in each micro-batch, with prompts of `prompt` tokens: [micro-batches]."""
     return ((widths > 0).sum(2) * (prompt + widths.amax(2))).amax(0)
 
 

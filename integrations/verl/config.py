@@ -10,11 +10,10 @@ import torch
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Checks, Unquoted, warn_once
 
-from ..backwards import BackwardSettings
+from ..backwards import SKIP_ROWS, BackwardSettings
 
 OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
 SKIP = "skip_zero_advantage"
-SKIP_ROWS = "skip_rows_without_gradient"
 KEYS = (*BackwardSettings._fields, SKIP, SKIP_ROWS, "impl_backend")  # impl_backend: of verl's own fused kernels
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high

@@ -9,23 +9,23 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
+from verl.utils.device import get_device_id  # pyright: ignore[reportMissingImports]
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Checks
 
-from ..backwards import BackwardMetrics, BackwardSettings
+from ..backwards import SKIP_ROWS, BackwardMetrics, BackwardSettings, RowShare
 from ..huggingface import HeadOutput, fuse_head, skip_rows_without_gradient
 from .config import (
     OPTIONS,
     SKIP,
-    SKIP_ROWS,
     backward_settings,
     entropy_is_only_logged,
     requested_skip,
     warn_of_settings_that_never_clip,
 )
-from .row_checkpoint import RowShare, reason_against_skipping
+from .row_checkpoint import reason_against_skipping
 from .zero_advantage import LiveBatch, inexact_model, inexact_setting
 
 
@@ -84,7 +84,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         is_on = requested is not False and reason is None
         self._skip_rows = f"{SKIP_ROWS}={is_on}{f' ({reason})' if reason and requested is None else ''}"
         if is_on and not self.engine_config.forward_only:
-            self._rows = RowShare(skip_rows_without_gradient(module))
+            self._rows = RowShare(skip_rows_without_gradient(module), _sum_over_ranks, get_device_id(), self.rank == 0)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         self._updates += 1
@@ -145,6 +145,11 @@ class GSPOEngine(FSDPEngineWithLMHead):
             micro_batch = micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+
+def _sum_over_ranks(counts: Tensor) -> Tensor:
+    dist.all_reduce(counts)
+    return counts
 
 
 def _needs_logits(micro_batch: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from gspo_kernels.inputs.lm_head import is_a
 from ..huggingface import FusedHead, fuse_head
 from ..huggingface.fused_head import base_model
 from ..huggingface.row_checkpoint import RowCheckpoint
+from ..huggingface.rows import rope_of_longest_row
 from .config import InputError
 
 ROUNDED = "rounding merged weights to 16 bits may lose most of the adapter's change"
@@ -50,6 +52,11 @@ class Policy:
     def head(self) -> nn.Module:
         """The language-model head, with a weight [V, H]."""
         return self.inner.get_output_embeddings()
+
+    @functools.cached_property
+    def keeps_padding(self) -> bool:
+        """Whether RoPE depends on the longest row, so that cropping a batch would change its log-probs."""
+        return rope_of_longest_row(self.inner) is not None
 
     @property
     def device(self) -> torch.device:

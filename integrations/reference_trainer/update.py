@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gspo_kernels import KeptSets, LossOutput, gspo_fused_loss, linear_log_probs
 
-from ..huggingface.rows import rope_of_longest_row
 from .config import TrainConfig
 from .distributed import gather, gather_rows, share, world
 from .measures import Measures, Update, joined, measured, numbers
@@ -95,28 +94,33 @@ def rows_by_length(policy: Policy, rollout: Rollout, live: Tensor | None, rows: 
     return rows[order.t().flatten()]
 
 
-def cropped(record: Any, columns: slice) -> Any:
-    """Take some columns of a `Rollout` [B, P + T], and of a `Batch` that contains it. P is the width of the prompts."""
-    rollout = record.rollout if isinstance(record, Batch) else record
-    width = rollout.prompt_width
+def cropped(policy: Policy, rollout: Rollout) -> Rollout:
+    """Take the columns of prompts and answers that some row needs."""
+    columns, width = columns_to_run(policy, rollout), rollout.prompt_width
     ids, mask = rollout.input_ids[:, columns], rollout.attention_mask[:, columns]
     count = columns.stop - width
     kept = [KeptSets(x.ids[: int(x.offsets[count])], x.offsets[: count + 1], x.empty) for x in rollout.kept or ()]
     answers = {name: getattr(rollout, name)[:, :count] for name in ("answer_mask", "log_probs")}
     prompt = width - columns.start
-    rollout = replace(rollout, input_ids=ids, attention_mask=mask, prompt_width=prompt, kept=kept or None, **answers)
-    if not isinstance(record, Batch):
-        return rollout
-    names = ("old_log_probs", "ref_log_probs", "advantages")
-    values = {name: getattr(record, name) for name in names}
-    values = {name: x[:, :count] if isinstance(x, Tensor) and x.ndim == 2 else x for name, x in values.items()}
-    return replace(record, rollout=rollout, **values)
+    return replace(rollout, input_ids=ids, attention_mask=mask, prompt_width=prompt, kept=kept or None, **answers)
+
+
+def cropped_batch(policy: Policy, batch: Batch) -> Batch:
+    """Crop the rollout of a batch, and everything that has a column per token of its answers."""
+    rollout = cropped(policy, batch.rollout)
+    count = rollout.answer_mask.shape[1]
+
+    def taken(x: Tensor | None) -> Any:
+        return x if x is None or x.ndim == 1 else x[:, :count]
+
+    per_token = {name: taken(getattr(batch, name)) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+    return replace(batch, rollout=rollout, **per_token)
 
 
 def columns_to_run(policy: Policy, rollout: Rollout) -> slice:
     """The columns of prompts and answers that some row needs. All columns, if RoPE depends on the longest row."""
     width, total = rollout.prompt_width, rollout.input_ids.shape[1]
-    if rope_of_longest_row(policy.inner):
+    if policy.keeps_padding:
         return slice(0, total)
     needed = torch.cat([rollout.attention_mask[:, :width].bool(), rollout.answer_mask], 1).any(0).nonzero()[:, 0]
     first, last = needed[[0, -1]].tolist()
@@ -173,7 +177,7 @@ def with_log_probs(
 def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> Tensor:
     """Compute the log-probs of answers, [b, T] fp32."""
     width = rollout.answer_mask.shape[1]
-    rollout = cropped(rollout, columns_to_run(policy, rollout))
+    rollout = cropped(policy, rollout)
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
         options |= {"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}
@@ -247,8 +251,7 @@ def gradients(
     router_losses = []
     log_probs = []
     for part in parts:
-        micro_batch = take(batch, part)
-        micro_batch = cropped(micro_batch, columns_to_run(policy, micro_batch.rollout))
+        micro_batch = cropped_batch(policy, take(batch, part))
         with autocast(config, policy):
             out, model_output = policy.run(
                 micro_batch.rollout, loss_of(config, micro_batch, divisors, is_first), train=True

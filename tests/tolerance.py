@@ -217,3 +217,7 @@ def check_loss(ours: Tensor, truth: Tensor, size: float) -> None:
 # Mean share of rows over 100 simulated rollouts, whose random numbers may differ between versions of PyTorch.
 # Gradients of checkpointed layers in float64, differentiated for some rows: sums over rows in another order.
 ROW_CHECKPOINT_RELATIVE = 1e-13
+# The same if a model computes in fp32 in parts, in fp32 throughout, or under bf16 autocast.
+ROW_CHECKPOINT_IN_PART_FP32 = 1e-6
+ROW_CHECKPOINT_FP32 = 1e-4
+ROW_CHECKPOINT_BF16 = 2**-8

@@ -1,4 +1,4 @@
-"""Measure what the updates of TRL's trainer cost: answers that differ in length, have advantage 0, or are clipped.
+"""Measure what updates cost in TRL's trainer when answers differ in length, have advantage 0, or are clipped.
 
     python -m gspo_kernels.benchmarks skip
 
@@ -48,7 +48,7 @@ DIFFER, DIFFER_IN_BF16 = 1e-3, 2e-2  # largest relative difference of a gradient
 
 
 def lengths_of(kind: str, count: int, longest: int) -> list[int]:
-    """Lengths of the answers of a rollout, always the same."""
+    """The length of each answer of a rollout. Every call returns the same lengths."""
     if kind == "equal":
         return [longest] * count
     normal = torch.randn(count, generator=torch.Generator().manual_seed(7))
@@ -183,7 +183,7 @@ def compare(rounds: int, config: Record, length: int, device: torch.device, tick
 
 
 def record_of(case: tuple[str, float], length: int, pairs: list[tuple[Record, Record]]) -> Record:
-    """Medians over rounds of our time divided by stock TRL's, and what both trainers ran."""
+    """Summarize the rounds of a case: median time relative to stock TRL, and the rows and tokens that both ran."""
     stock, ours = pairs[-1]
     prompts = GROUP * sum(len(prompt_of(i)) for i in range(PROMPTS))
     return {

@@ -188,7 +188,7 @@ class _Call(NamedTuple):
         """Check the arguments. Transformers passes a partial with the keyword arguments of the layer.
 
         Raises:
-            NotByRows: an argument needs a gradient, or it is unknown whether it has rows; or layers record outputs.
+            NotByRows: an argument needs a gradient; we cannot tell whether it has rows; or layers record outputs.
         """
         keywords = {}
         if isinstance(function, functools.partial):
@@ -349,7 +349,7 @@ class _Padded:
             raise NotByRows("a batch with as many rows as tokens in a row")
 
     def check_tensor(self, name: str, x: Tensor) -> None:
-        """Raise NotByRows unless it is known whether `x` has rows.
+        """Raise NotByRows if we cannot tell whether `x` has a row per answer.
 
         Per row are [B, T], [B, T, D] such as RoPE's, and [B, 1 or heads, queries, T], but [B, T, T] only for RoPE.
         Shared are [1, ...], and [T] or [T, D] for positions. Others may have heads in the first axis, which could be as
@@ -417,7 +417,7 @@ class _Packed:
         self.mask = mask  # [1, heads, T, T]; None for flash attention, which reads position_ids
 
     def check_tensor(self, name: str, x: Tensor) -> None:
-        """Raise NotByRows unless it is known which axes of `x` are tokens."""
+        """Raise NotByRows if we cannot tell which axes of `x` hold tokens."""
         if name.startswith("cu_seq") or not (x.ndim == 0 or self._axes(x)):
             raise NotByRows(f"{name}, a tensor {list(x.shape)}")
 

@@ -44,7 +44,7 @@ def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw(axes: Any, rows: list[dict[str, Any]], name: str, color: str, label: str) -> None:
-    """Draw a number of each training step of a seed, faint, and its mean over the last steps; held-out rewards too."""
+    """Plot a metric of one seed: a faint line per step, its moving average, and held-out rewards with error bars."""
     points = [(row["step"], row[name]) for row in rows if row["step"] and name in row]
     steps, values = [step for step, _ in points], [y for _, y in points]
     means = [fmean(values[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(values))]

@@ -191,7 +191,7 @@ def import_source(source: str) -> Any:
 
 
 def code_of(function: Callable[..., Any]) -> str:
-    """The digest of the file that defines a function, or "" if there is none."""
+    """Hash the source file that defines a function. Return "" if it has no source file."""
     function = inspect.unwrap(getattr(function, "func", function))  # a partial has the function in `func`
     function = function if inspect.isroutine(function) else type(function).__call__
     try:

@@ -162,7 +162,7 @@ def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | Non
 def options_of_run(
     folder: Path, then: dict[str, Any], record: dict[str, Any], options: EvalOptions, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The options with which a run's model is evaluated: those of the run, then those given."""
+    """Combine the run's options for evaluation with the options in `given`, which take precedence."""
     model = model_of_run(folder, then["seeds"], options.seed)
     shared = {name: then[name] for name in SHARED if name not in ("data", "eval_prompts")}
     if (model / ADAPTER).is_file():

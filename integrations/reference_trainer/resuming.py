@@ -55,7 +55,7 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
 
 
 def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> str:
-    """Describe a run, for --dry-run: its options as YAML, what has changed since it was started, prompts and rewards.
+    """Describe a run for --dry-run: options as YAML, changes since its start, prompts, and rewards.
 
     Takes arguments of `train`, and raises its errors, except those of the model.
     """

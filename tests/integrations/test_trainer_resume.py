@@ -135,7 +135,7 @@ def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) 
 def test_a_second_signal_in_the_updates_saves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of a step would be saved as a whole one. The last checkpoint is that of step 2."""
+    """A checkpoint at this point would hold half a step. The last one saved is from step 2."""
     with monkeypatch.context() as patch:
         interrupt(patch, loop, "update", 14, times=2)
         with pytest.raises(KeyboardInterrupt):

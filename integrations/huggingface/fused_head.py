@@ -29,6 +29,7 @@ from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, placed_
 from gspo_kernels.validation import Checks, Unquoted, dtype_name, values_are_checked
 
 from .head_options import HeadError, LogitOptions, compare, generators_restored, identity, measure, packing_prevented
+from .rows import is_flash_attention, text_config
 
 _ATTRIBUTE = "_gspo_fused_head"
 
@@ -247,8 +248,7 @@ class FusedHead:
         trainers set them, and they do not change logits.
         """
         config = self.model.config
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        owners = (self.model, getattr(self.model, "base_model", self.model), config, text)
+        owners = (self.model, getattr(self.model, "base_model", self.model), config, text_config(config))
         attributes = [(name, x) for owner in owners for name, x in vars(owner).items() if not name.endswith("_id")]
         numbers = [(name, x) for name, x in attributes if isinstance(x, Number) and not isinstance(x, bool)]
         tensors = [(name, x) for name, x in attributes if isinstance(x, Tensor) and x.ndim == 0]
@@ -362,12 +362,11 @@ def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     names = inspect.signature(type(model).forward).parameters
     inputs: dict[str, Any] = {**dict(zip([*names][1:], args, strict=False)), **kwargs}
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     positions = inputs.get("position_ids")
     mask: Any = inputs.get("attention_mask")
     has_mask = isinstance(mask, Tensor) and mask.ndim == 2
     use_cache = inputs.get("use_cache")
-    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    use_cache = getattr(text_config(model.config), "use_cache", False) if use_cache is None else use_cache
     if use_cache and model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         use_cache = False  # as in transformers
     if not isinstance(positions, Tensor) or positions.ndim != 2:
@@ -376,7 +375,7 @@ def _check_packed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     if not has_mask and not use_cache and inputs.get("past_key_values") is None:
         return
-    is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+    is_flash = is_flash_attention(model.config)
     if is_flash and (not has_mask or len(positions) > 1):
         return
     # On a GPU, the host waits for the values. So check only single rows, because several rows are rarely packed.

@@ -30,12 +30,13 @@ from gspo_kernels.ranks.dtensors import is_dtensor
 from gspo_kernels.validation import Checks, Unquoted
 
 from .fused_head import base_model
-from .rows import PACKED_BY_POSITIONS, interaction_of_rows
+from .rows import PACKED_BY_POSITIONS, interaction_of_rows, is_flash_attention, text_config
 
 _ATTRIBUTE = "_gspo_row_checkpoint"
 _SETTER = "_set_gradient_checkpointing"  # of transformers' models: gives a checkpoint function to the layers
 _FUNCTION = "_gradient_checkpointing_func"  # of modules: the checkpoint function
 _CAPTURING = "transformers.utils.output_capturing"  # missing in early versions of transformers 5
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of the sequences of a packed row, arguments of flash attention
 _SAME = (type(None), bool, int, float, str, torch.dtype, torch.device)  # arguments that do not depend on rows
 
 
@@ -199,7 +200,7 @@ class _Call(NamedTuple):
         mask = keywords.get("attention_mask", args[0] if args else None)
         positions: Any = keywords.get("position_ids")
         is_packed = _may_be_packed(skipping.model.config, hidden, mask, positions)
-        rows = _Packed(hidden, positions, mask) if is_packed else _Padded(hidden)
+        rows = _Packed(hidden, positions, mask, keywords.get("cu_seq_lens_q")) if is_packed else _Padded(hidden)
         autocast = [
             {
                 "device_type": kind,
@@ -319,6 +320,7 @@ class Choice(NamedTuple):
     places: Tensor | None  # int64; None: all
     live: int  # rows with a gradient
     rows: int  # all rows
+    cu_seqlens: Tensor | None = None  # int32 [chosen sequences + 1] of a packed row, where the layer gets such offsets
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Take the chosen part of a tensor [B, T, ...]."""
@@ -331,11 +333,9 @@ class Choice(NamedTuple):
 
 def _may_be_packed(config: Any, hidden: Tensor, mask: Any, positions: Any) -> bool:
     """True for a row [1, T, H] of a model that separates the sequences of a packed row by their position_ids."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    is_flash = "flash" in str(getattr(text, "_attn_implementation", ""))
-    has_mask = mask is None if is_flash else isinstance(mask, Tensor) and mask.ndim == 4
+    has_mask = mask is None if is_flash_attention(config) else isinstance(mask, Tensor) and mask.ndim == 4
     has_positions = isinstance(positions, Tensor) and positions.shape == hidden.shape[:2]
-    return hidden.shape[0] == 1 and has_positions and has_mask and text.model_type in PACKED_BY_POSITIONS
+    return hidden.shape[0] == 1 and has_positions and has_mask and text_config(config).model_type in PACKED_BY_POSITIONS
 
 
 class _Padded:
@@ -411,15 +411,23 @@ class _Packed:
 
     axis = 1  # of the tokens
 
-    def __init__(self, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> None:
+    def __init__(
+        self, hidden: Tensor, positions: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None = None
+    ) -> None:
         self.length = hidden.shape[1]
         self.positions = positions
-        self.mask = mask  # [1, heads, T, T]; None for flash attention, which reads position_ids
+        self.mask = mask  # [1, heads, T, T]; None for flash attention, which reads cu_seqlens or position_ids
+        self.cu_seqlens = cu_seqlens  # [sequences + 1]
 
     def check_tensor(self, name: str, x: Tensor) -> None:
         """Raise NotByRows if we cannot tell which axes of `x` hold tokens."""
-        if name.startswith("cu_seq") or not (x.ndim == 0 or self._axes(x)):
+        is_known = self._is_offsets(name, x) if name.startswith("cu_seq") else x.ndim == 0 or self._axes(x)
+        if not is_known:
             raise NotByRows(f"{name}, a tensor {list(x.shape)}")
+
+    def _is_offsets(self, name: str, x: Tensor) -> bool:
+        """True for the offsets of queries and keys, which are the same in self-attention."""
+        return self.cu_seqlens is not None and name in _OFFSETS and x.ndim == 1 and x.shape == self.cu_seqlens.shape
 
     def accepts(self, choice: Choice) -> bool:
         """True if a choice of another layer is one of these rows."""
@@ -446,15 +454,24 @@ class _Packed:
         if self.mask is not None:
             sees = self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min / 2
             needs_all = needs_all | (sees & (number[:, None] != number)).any()
+        if self.cu_seqlens is not None:
+            are_begins = begins[self.cu_seqlens[:-1].clamp(max=self.length - 1).long()]
+            needs_all = needs_all | ~are_begins.all() | (number[-1] + 2 != len(self.cu_seqlens))
         every, found, everything = torch.stack([number[-1] + 1, is_live.sum(), needs_all.long()]).tolist()
         if everything or found == every:
             return Choice(1, None, every, every)
         if found == 0:
             is_live[0] = True
-        return Choice(1, is_live[number].nonzero()[:, 0], found, every)
+        cu_seqlens = None
+        if self.cu_seqlens is not None:
+            lengths = self.cu_seqlens.diff()[is_live[:every]]
+            cu_seqlens = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return Choice(1, is_live[number].nonzero()[:, 0], found, every, cu_seqlens)
 
     def of_tensor(self, name: str, x: Tensor, choice: Choice) -> Tensor:
         """Take the chosen tokens of an argument of the layer."""
+        if name in _OFFSETS:
+            return choice.cu_seqlens  # type: ignore[return-value]
         for axis in self._axes(x):
             x = x.index_select(axis, choice.places)  # type: ignore[arg-type]
         return x

@@ -19,6 +19,16 @@ RELATIVE_POSITIONS = {
 PACKED_BY_POSITIONS = RELATIVE_POSITIONS - {"gpt_oss"}
 
 
+def text_config(config: Any) -> Any:
+    """The part of a model's configuration that describes its text model."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def is_flash_attention(config: Any) -> bool:
+    """True if attention takes the sequences of a packed row apart without a mask [T, T]."""
+    return "flash" in str(getattr(text_config(config), "_attn_implementation", ""))
+
+
 def live_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     """Find the unmasked tokens whose advantage is not 0. Returns bool [B, T].
 
@@ -61,9 +71,16 @@ def separate_experts(model: nn.Module) -> str | None:
 
 def positions_are_relative(model: nn.Module) -> bool:
     """True if padding on the left is known to change the log-probs of a row by rounding only."""
+    return getattr(text_config(getattr(model, "config", None)), "model_type", None) in RELATIVE_POSITIONS
+
+
+def may_be_packed(model: nn.Module) -> bool:
+    """True if packing a batch into one row without padding is known to change log-probs by rounding only, and to pay.
+
+    With other attention than flash attention, a packed row needs a mask [T, T].
+    """
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "model_type", None) in RELATIVE_POSITIONS
+    return getattr(text_config(config), "model_type", None) in PACKED_BY_POSITIONS and is_flash_attention(config)
 
 
 def rope_of_longest_row(model: nn.Module) -> str | None:

@@ -47,10 +47,14 @@ class LiveRows:
         finally:
             self._checkpoint.counts_rows = True
 
-    def decide(self) -> None:
-        """Decide from the current settings of trainer and model, which callbacks may change."""
+    def decide(self, interaction: str | None) -> None:
+        """Decide from the current settings of trainer and model, which callbacks may change.
+
+        Args:
+            interaction: `interaction_of_rows` of the model.
+        """
         value = wanted(self.trainer, SKIP_ROWS, self.requested)
-        reason = reason_against_skipping(self.trainer)
+        reason = reason_against_skipping(self.trainer) or interaction
         is_on = value is not False and reason is None
         if is_on and self._checkpoint is None:
             self._install()
@@ -69,11 +73,13 @@ class LiveRows:
 def check_rows(place: str, trainer: Any, requested: bool | None) -> None:
     """Check the option skip_rows_without_gradient: see `check_wanted`."""
     value = wanted(trainer, SKIP_ROWS, requested)
-    check_wanted(place, SKIP_ROWS, value, lambda: reason_against_skipping(trainer))
+    check_wanted(
+        place, SKIP_ROWS, value, lambda: reason_against_skipping(trainer) or interaction_of_rows(trainer.model)
+    )
 
 
 def reason_against_skipping(trainer: Any) -> str | None:
-    """Name what makes the gradients of a row depend on other rows, or keeps layers from being recomputed by rows."""
+    """Name a setting that keeps layers from being recomputed by rows."""
     args = trainer.args
     base = base_model(trainer.accelerator.unwrap_model(trainer.model))
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -86,4 +92,4 @@ def reason_against_skipping(trainer: Any) -> str | None:
         "context or sequence parallelism": any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("cp", "sp")),
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
-    return reason or parallel_in_rows(base) or interaction_of_rows(base)
+    return reason or parallel_in_rows(base)

@@ -131,8 +131,8 @@ def accelerate_trainer(
 
     The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that its process has
     trained on since the last log. `gspo_kernels.LossOutput` documents them. With `skip_zero_advantage`, it also logs
-    gspo/rows_run, the share of the answers on all ranks that ran through the model, and TRL's `entropy` is the mean
-    over these answers.
+    gspo/rows_run, the share of the answers on all ranks that ran through the model. TRL's `entropy` is the mean over
+    the tokens of these answers.
 
     The settings on which skipping depends are read before each optimizer step, so callbacks may change them. The
     advantages stay TRL's. If rounding gives groups with equal rewards an advantage other than 0, the main process
@@ -230,8 +230,9 @@ def log_probs_of(trainer: Any) -> Iterator[None]:
             stacklevel=6,
         )
     present = [head for head in heads if head is not None]
+    live: LiveAnswers = vars(trainer)[_LIVE]
     for head in present:
-        head.fused_lm_head = vars(trainer)[_LOG_PROBS]
+        head.fused_lm_head = vars(trainer)[_LOG_PROBS]._replace(packs=live.skipping.packs)
     try:
         yield
     finally:

@@ -1,13 +1,13 @@
-"""Answers with advantage 0: the advantage is exactly 0, and the answers do not run through the model.
+"""Answers with advantage 0: the advantage is exactly 0, and the answers do not run through the model. Nor does padding.
 
 Without KL, entropy bonus and router loss, the gradient of an answer with advantage 0 is exactly 0. `LiveAnswers` runs
 the model on the other answers only. TRL's loss still gets the log-probs of all answers, so that its divisors and clip
 fractions do not change: an answer that did not run gets its old log-probs, and its ratio is 1.
 
-Live answers are those that run. Padding does not run either: within an optimizer step, live answers are sorted by
-length, and each micro-batch is cropped to the longest of its answers and prompts. Every rank runs at least two tokens
-per micro-batch, and the slowest rank determines the time of a micro-batch. So every rank gets as many live answers as
-the others, of similar length.
+Live answers are those that run. Within an optimizer step, they are sorted by length, and each micro-batch is cropped to
+the longest of its answers and prompts, or packed into one row. Every rank runs at least two tokens per micro-batch, and
+the slowest rank determines the time of a micro-batch. So every rank gets as many live answers as the others, of similar
+length.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import ProcessorMixin, TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from ..huggingface.rows import interaction_of_rows, live_tokens, positions_are_relative, rope_of_longest_row
+from ..huggingface.rows import (
+    interaction_of_rows,
+    live_tokens,
+    may_be_packed,
+    positions_are_relative,
+    rope_of_longest_row,
+)
 from .config import LOSS_TYPES, METHOD, check_wanted, wanted
 from .logs import method_before, replace_method
 from .row_checkpoint import LiveRows
@@ -34,59 +40,83 @@ _SAMPLE = "_generate"
 _OLD = "old_per_token_logps"  # TRL's key
 SKIP = "skip_zero_advantage"
 _PROMPTS = ("prompt_ids", "prompt_mask")  # padded on the left
+# TRL's metrics that are means over tokens, the second ones with token ratios only.
+_TOKEN_MEANS = ("kl",)
+_CLIP_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 # TRL's keys whose tensors have a row per answer. With other keys, answers stay on their rank.
 _KEYS = {
     *_PROMPTS, "completion_ids", "completion_mask", "tool_mask", "advantages", _OLD, "sampling_per_token_logps",
-    "importance_sampling_ratio",
+    "importance_sampling_ratio", "ref_per_token_logps",
 }  # fmt: skip  # names
 
 
 class Skipping(NamedTuple):
-    """Whether answers with advantage 0 skip the model, and what else is done to save time.
+    """What does not run through the model.
 
+    `is_on`: answers whose gradient is 0 do not run. With `by_advantage`, those are answers with advantage 0. Otherwise,
+    KL or an entropy bonus gives these a gradient, and only answers without unmasked tokens have none.
     `crops`: the other answers are cropped to the longest of them, with `crops_prompts` also the padding of prompts.
+    `packs`: they run as one row without padding.
     `moves`: within an optimizer step, they are sorted by length, so that micro-batches have little padding.
     """
 
-    is_on: bool
-    crops: bool
-    crops_prompts: bool
-    moves: bool
-    description: str  # for the line that the trainer prints
+    is_on: bool = False
+    by_advantage: bool = False
+    crops: bool = False
+    crops_prompts: bool = False
+    packs: bool = False
+    moves: bool = False
+    description: str = ""  # for the line that the trainer prints
 
 
 def check_skipping(place: str, trainer: Any, requested: bool | None) -> None:
     """Check the option skip_zero_advantage: see `check_wanted`."""
     value = wanted(trainer, SKIP, requested)
-    check_wanted(place, SKIP, value, lambda: _inexact_setting(trainer), ", where skipping would not be exact")
+    inexact = ", where skipping would not be exact"
+    check_wanted(place, SKIP, value, lambda: _inexact_setting(trainer, interaction_of_rows(trainer.model)), inexact)
 
 
-def skipping(trainer: Any, requested: bool | None) -> Skipping:
-    """Decide from the current settings of trainer and model, which callbacks may change, whether answers are skipped.
+def skipping(trainer: Any, requested: bool | None, interaction: str | None) -> Skipping:
+    """Decide from the current settings of trainer and model, which callbacks may change, what is skipped.
 
     Args:
         requested: None means the setting of the trainer's GSPOConfig or, if that is None too, wherever it is exact.
+        interaction: `interaction_of_rows` of the model.
     """
     value = wanted(trainer, SKIP, requested)
-    reason = _inexact_setting(trainer)
+    reason, has_gradient = _other_gradients_change(trainer) or interaction, _has_gradient(trainer)
     if reason or value is False:
-        description = f"{SKIP}=False{f' ({reason})' if value is None else ''}"
-        return Skipping(False, False, False, False, description)
+        reason = reason or has_gradient
+        return Skipping(description=f"{SKIP}=False{f' ({reason})' if value is None else ''}")
     length, order = _dependence_on_length(trainer), _dependence_on_order(trainer)
-    kept = ", ".join(f"{name} kept: {why}" for name, why in (("padding", length), ("order", order)) if why)
-    crops_prompts = not length and positions_are_relative(trainer.model)
-    return Skipping(True, not length, crops_prompts, not order, f"{SKIP}=True{f' ({kept})' if kept else ''}")
+    models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
+    crops_prompts = not length and all(map(positions_are_relative, models))
+    packs = not length and all(map(may_be_packed, models))
+    notes = [has_gradient] if has_gradient else []
+    notes += [f"padding kept: {length}"] if length else ["rows packed"] * packs or ["padding cropped"] * len(notes)
+    notes += [f"order kept: {order}"] if order else []
+    description = f"{SKIP}={not has_gradient}" + (f" ({', '.join(notes)})" if notes else "")
+    return Skipping(True, not has_gradient, not length, crops_prompts, packs, not order, description)
 
 
-def _inexact_setting(trainer: Any) -> str | None:
-    """Name a reason why answers with advantage 0 have a gradient, or why skipping them changes other gradients."""
+def _has_gradient(trainer: Any) -> str | None:
+    """Name a term of the loss that gives answers with advantage 0 a gradient."""
+    if trainer.beta != 0:
+        return f"beta={trainer.beta}"
+    return "an entropy bonus" if trainer._entropy_bonus_enabled else None
+
+
+def _inexact_setting(trainer: Any, interaction: str | None) -> str | None:
+    return _other_gradients_change(trainer) or interaction or _has_gradient(trainer)
+
+
+def _other_gradients_change(trainer: Any) -> str | None:
+    """Name a setting with which gradients depend on the answers that run, or on their padding."""
     args = trainer.args
     names = (_COMPUTE_LOSS, "compute_loss", METHOD)
     overrides = [name for name in names if method_before(trainer, name) is not getattr(GRPOTrainer, name)]
     reasons = {
         f"an override of {', '.join(overrides)}": overrides,
-        f"beta={trainer.beta}": trainer.beta != 0,
-        "an entropy bonus": trainer._entropy_bonus_enabled,
         f"router_aux_loss_coef={args.router_aux_loss_coef}": trainer.aux_loss_enabled,
         f"top_entropy_quantile={trainer.top_entropy_quantile}": trainer.top_entropy_quantile < 1,
         f"loss_type={trainer.loss_type!r}": trainer.loss_type not in LOSS_TYPES,
@@ -94,8 +124,7 @@ def _inexact_setting(trainer: Any) -> str | None:
         "fp8": trainer.accelerator.mixed_precision == "fp8",  # the scale of a tensor depends on all rows
         "a processor of images": isinstance(trainer.processing_class, ProcessorMixin),
     }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
-    return reason or interaction_of_rows(trainer.model)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _dependence_on_length(trainer: Any) -> str | None:
@@ -113,6 +142,8 @@ def _dependence_on_order(trainer: Any) -> str | None:
     """
     if trainer.loss_type == "bnpo":  # divides by the tokens of the micro-batch
         return f"loss_type={trainer.loss_type!r}"
+    if trainer._entropy_bonus_enabled:  # a mean over the tokens of the micro-batch
+        return "an entropy bonus"
     if method_before(trainer, _PREPARE) is not getattr(GRPOTrainer, _PREPARE):
         return f"an override of {_PREPARE}"
     return None
@@ -123,19 +154,20 @@ def loss_mask(batch: Mapping[str, Any]) -> Tensor:
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
 
-def live_rows(batch: Mapping[str, Any], loss_type: str) -> Tensor:
-    """Find the answers with a token whose mask, advantage and weight are not 0. Returns bool [B]."""
+def live_rows(batch: Mapping[str, Any], loss_type: str, by_advantage: bool = True) -> Tensor:
+    """Find the answers with a token whose mask and, `by_advantage`, whose advantage and weight are not 0. Bool [B]."""
+    if not by_advantage:
+        return loss_mask(batch).ne(0).any(1)
     live = live_tokens(batch["advantages"], loss_mask(batch))  # advantages are [B, C] in some subclasses
     if "importance_sampling_ratio" in batch and loss_type != "vespo":  # vespo does not multiply by it
         live = live & batch["importance_sampling_ratio"].ne(0)  # [B, C] or [B, 1]
     return live.any(1)
 
 
-def widths_of(batch: Mapping[str, Any], loss_type: str) -> Tensor:
-    """Count the columns [B] of each answer up to its last token in the loss. Rows that are not live have width 0."""
-    mask = loss_mask(batch)
+def widths_of(mask: Tensor) -> Tensor:
+    """Count the columns of each row [B, C] up to its last unmasked one. Returns [B]."""
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (columns * (mask != 0)).amax(1) * live_rows(batch, loss_type)
+    return (columns * (mask != 0)).amax(1)
 
 
 def rows_by_width(widths: Tensor) -> Tensor:
@@ -156,9 +188,10 @@ def rows_by_width(widths: Tensor) -> Tensor:
     return order.t()
 
 
-def padded_tokens(widths: Tensor, prompt: int) -> Tensor:
+def padded_tokens(widths: Tensor, prompt: int, packs: bool = False) -> Tensor:
     """Count the tokens of the slowest rank in each micro-batch, with prompts of `prompt` tokens: [micro-batches]."""
-    return ((widths > 0).sum(2) * (prompt + widths.amax(2))).amax(0)
+    rows = (widths > 0).sum(2)
+    return (rows * prompt + (widths.sum(2) if packs else rows * widths.amax(2))).amax(0)
 
 
 class _Steps(TrainerCallback):
@@ -193,10 +226,11 @@ class LiveAnswers:
         self.trainer = trainer
         self.rows = rows
         self.requested: bool | None = None
-        self.skipping = Skipping(False, False, False, False, "")
+        self.skipping = Skipping()
         self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
         self._log_probs: Tensor | None = None  # the latest, [B, C]
         self._sums = torch.zeros(4)  # of entropies, tokens and rows that ran, and all rows, in the latest batch
+        self._means: dict[str, tuple[float, float]] = {}  # sums and counts of token means since the last log
         self._defers = False  # the old log-probs of the rollout that is being made are computed later
         self._is_rollout = False  # the next log-probs are these old log-probs
         self._is_deferred = False  # the old log-probs of this rollout are computed later
@@ -216,8 +250,12 @@ class LiveAnswers:
 
     def decide(self) -> None:
         """Decide again about skipping, cropping, moving and the backward, for the next optimizer step."""
-        self.skipping = skipping(self.trainer, self.requested)
-        self.rows.decide()
+        interaction = interaction_of_rows(self.trainer.model)  # takes 20 ms for 3,000 modules
+        self.skipping = skipping(self.trainer, self.requested, interaction)
+        self.rows.decide(interaction)
+
+    def _live(self, batch: Mapping[str, Any]) -> Tensor:
+        return live_rows(batch, self.trainer.loss_type, self.skipping.by_advantage)
 
     def _skips(self) -> bool:
         return self.skipping.is_on and self.trainer.model.training
@@ -232,7 +270,7 @@ class LiveAnswers:
         if self._is_deferred and self.trainer.model.training:
             inputs.setdefault(_OLD, self._log_probs)
         if skips:
-            self._log()
+            self._log(inputs)
         return loss
 
     def _compute_log_probs(
@@ -243,7 +281,10 @@ class LiveAnswers:
             placeholder = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
             return placeholder, None, None
         if self._batch is None:
-            out = self._replaced[METHOD](model, input_ids, attention_mask, logits_to_keep, *args, **options)
+            given = {name for name, x in options.items() if x is not None}
+            is_rollout = given == {"batch_size"} and not args and self.skipping.crops and not torch.is_grad_enabled()
+            run = self._run_by_length if is_rollout else self._replaced[METHOD]
+            out = run(model, input_ids, attention_mask, logits_to_keep, *args, **options)
         else:
             out = self._run_live_rows(self._batch, model, input_ids, attention_mask, **options)
         self._log_probs = out[0].detach()
@@ -253,7 +294,7 @@ class LiveAnswers:
         self, batch: Mapping[str, Any], model: Any, input_ids: Tensor, attention_mask: Tensor, **options: Any
     ) -> tuple[Any, ...]:
         """Compute log-probs [B, C] and entropies [B, C] with the live rows of a batch. Other entropies are 0."""
-        mask, live = loss_mask(batch), live_rows(batch, self.trainer.loss_type)
+        mask, live = loss_mask(batch), self._live(batch)
         prompt = input_ids.shape[1] - mask.shape[1]
         rows, begin, width = self._extent(attention_mask[:, :prompt], mask, live)
         # Rows that do not run need a ratio of 1: 0 * exp(new - old) is NaN if the exponential overflows.
@@ -273,11 +314,28 @@ class LiveAnswers:
             full = full.to(log_probs.dtype).index_put(place, log_probs)
         if entropy is not None:
             entropies = torch.zeros_like(full)
-            entropy = entropies if place is None else entropies.index_put(place, entropy.detach())
+            entropy = entropies if place is None else entropies.index_put(place, entropy)
             ran = mask * live[:, None]
-            sums = (entropy * ran).sum(), ran.sum(), live.sum(), torch.ones_like(live).sum()
+            sums = (entropy.detach() * ran).sum(), ran.sum(), live.sum(), torch.ones_like(live).sum()
             self._sums = torch.stack([x.float() for x in sums])
         return full, entropy, *rest
+
+    def _run_by_length(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int, **_: None
+    ) -> tuple[Tensor, None, None]:
+        """Compute the log-probs [B, C] of a rollout, `batch_size` rows of similar length at a time."""
+        prompt = input_ids.shape[1] - logits_to_keep
+        mask = attention_mask[:, prompt:]
+        parts = []
+        order = widths_of(mask).argsort(stable=True)
+        for rows in order.split(batch_size):
+            everything = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+            extent = self._extent(attention_mask[rows, :prompt], mask[rows], everything)
+            begin, width = extent[1], max(extent[2], 1)
+            ids, attended = (x[rows, begin : prompt + width] for x in (input_ids, attention_mask))
+            log_probs = self._replaced[METHOD](model, ids, attended, width)[0]
+            parts.append(nn.functional.pad(log_probs, (0, logits_to_keep - width)))
+        return torch.cat(parts)[order.argsort()], None, None
 
     def _extent(self, prompt_mask: Tensor, mask: Tensor, live: Tensor) -> tuple[Tensor, int, int]:
         """Find the live rows, the first column of a prompt that one of them needs, and the width of their answers.
@@ -292,16 +350,27 @@ class LiveAnswers:
         begin = first if self.skipping.crops_prompts else 0
         return rows, begin, mask.shape[1] - last if self.skipping.crops else mask.shape[1]
 
-    def _log(self) -> None:
-        """Log the share of rows that ran, and correct TRL's mean entropy, which counts the other rows as 0."""
-        entropy, tokens, ran, rows = self.trainer.accelerator.reduce(self._sums, reduction="sum").tolist()
-        metrics = self.trainer._metrics["train"]
+    def _log(self, batch: Mapping[str, Any]) -> None:
+        """Log the share of rows that ran, and make means over tokens independent of the order of rows.
+
+        TRL averages the means of micro-batches, and its entropy counts rows that did not run as 0.
+        """
+        trainer = self.trainer
+        sums = torch.cat([self._sums, loss_mask(batch).sum()[None]])
+        entropy, ran_tokens, ran, rows, tokens = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        metrics = trainer._metrics["train"]
+        if not metrics["gspo/rows_run"]:  # first micro-batch since the last log
+            self._means = {}
         metrics["gspo/rows_run"].append(ran / rows)
-        if ran < rows:
-            metrics["entropy"].pop()
-            metrics["entropy"] += [entropy / tokens] if tokens else []
-            if not metrics["entropy"]:  # TRL would divide by its length
-                del metrics["entropy"]
+        values = {"entropy": (entropy, ran_tokens)}
+        names = (*_TOKEN_MEANS, *(_CLIP_MEANS if trainer.importance_sampling_level == "token" else ()))
+        values |= {name: (metrics[name][-1] * tokens, tokens) for name in names if metrics.get(name)}
+        for name, value in values.items():
+            total, count = map(sum, zip(value, self._means.get(name, (0.0, 0.0)), strict=True))
+            self._means[name] = total, count
+            metrics[name] = [total / max(count, 1)]
+        if self._means["entropy"][1] == 0:
+            del metrics["entropy"]
 
     def _generate(self, inputs: Any) -> dict[str, Any]:
         if not self.trainer.model.training:
@@ -333,7 +402,7 @@ class LiveAnswers:
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         trainer = self.trainer
         previous = trainer._buffered_inputs
-        if trainer._step == self._steps.number:  # the check of the model takes 20 ms for 3,000 modules
+        if trainer._step == self._steps.number:
             self.decide()
         inputs = self._replaced[_PREPARE](generation_batch)
         if not trainer.model.training:
@@ -364,7 +433,7 @@ class LiveAnswers:
         if not (self.skipping.moves and self._steps_consist_of(per_update)):
             return False
         batches = trainer._buffered_inputs
-        widths = torch.stack([widths_of(batch, trainer.loss_type) for batch in batches])[None]
+        widths = torch.stack([widths_of(loss_mask(batch)) * self._live(batch) for batch in batches])[None]
         shares = False
         if trainer.accelerator.num_processes > 1 and self._can_share():
             of_all = trainer.accelerator.gather(widths)  # [ranks, batches, rows]
@@ -372,8 +441,9 @@ class LiveAnswers:
             again = torch.zeros((), device=widths.device)  # tokens of `_forget_old_log_probs`
             prompt = batches[0][_PROMPTS[0]].shape[1]
             for i, part in enumerate(of_all.split(per_update, 1)):
-                alone += padded_tokens(part.flatten(1).sort(1).values.view_as(part), prompt).sum()
-                cost = padded_tokens(part.flatten()[rows_by_width(part)].view_as(part), prompt).sum()
+                packs = self.skipping.packs
+                alone += padded_tokens(part.flatten(1).sort(1).values.view_as(part), prompt, packs).sum()
+                cost = padded_tokens(part.flatten()[rows_by_width(part)].view_as(part), prompt, packs).sum()
                 shared += cost
                 again += cost * (i > 0 and _OLD in batches[0])
             shares = bool(3 * (alone - shared) > again)  # a forward and backward take as long as three forwards

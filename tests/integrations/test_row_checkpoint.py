@@ -129,15 +129,37 @@ def test_gradients_equal_those_of_torchs_checkpoint(name: str, live: str, choice
 
 
 @pytest.mark.parametrize("live", ["some", "none"])
-def test_sequences_of_a_packed_row_are_left_out(live: str, choices: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("offsets", [None, range(0, B * T + 1, T), range(0, B * T + 1, T // 2)])
+def test_sequences_of_a_packed_row_are_left_out(
+    live: str, offsets: Any, choices: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`offsets`: for flash attention. The last are not those of the position_ids, so all sequences run."""
+    given: list[Tensor] = []
+    attention = transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward
+
+    def forward(self: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and offsets:
+            given.extend(kwargs[f"cu_seq_lens_{x}"] for x in "qk")
+        return attention(self, **kwargs)
+
+    monkeypatch.setattr(transformers.models.qwen2.modeling_qwen2.Qwen2Attention, "forward", forward)
     ids, _, weights = batch()
     weights = nn.functional.pad(weights * (live == "some"), (0, 1)).view(1, -1)[:, :-1]
-    inputs = {"ids": ids.view(1, -1), "weights": weights, "position_ids": torch.arange(T).repeat(B)[None]}
+    inputs: dict[str, Any] = {"ids": ids.view(1, -1), "weights": weights}
+    inputs["position_ids"] = torch.arange(T).repeat(B)[None]
+    if offsets:
+        inputs |= {f"cu_seq_lens_{x}": torch.tensor(offsets, dtype=torch.int32) for x in "qk"}
+        inputs |= {f"max_length_{x}": offsets[1] for x in "qk"}
     model = build()
     expected = gradients(build(), **inputs)
-    skip_rows_without_gradient(model)
+    given.clear()
+    rows = skip_rows_without_gradient(model)
     assert_same(gradients(model, **inputs), expected, ROW_CHECKPOINT_RELATIVE)
-    assert choices == [(3 if live == "some" else 0, B)]
+    are_known = not offsets or offsets[1] == T
+    found = (3 if live == "some" else 0) if are_known else B
+    assert choices == [(found, B)] and not rows.fallbacks
+    taken = [*range(0, max(found, 1) * T + 1, T)] if are_known else [*offsets]
+    assert all(x.tolist() == taken and x.dtype == torch.int32 for x in given) and bool(given) == bool(offsets)
 
 
 def loss_of_routers(model: Any, ids: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.pair_cover import pair_cover
 from helpers.ranks import run_ranks
 from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer, replace_log_probs
 
@@ -33,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.huggingface.rows import interaction_of_rows
+from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, model_forward, zero_advantage
 from gspo_kernels.integrations.trl.zero_advantage import (
     LiveAnswers,
     live_rows,
@@ -41,45 +43,55 @@ from gspo_kernels.integrations.trl.zero_advantage import (
     padded_tokens,
     rows_by_width,
     skipping,
-    widths_of,
 )
 
 METHOD = "_get_per_token_logps_and_entropies"
 # AdamW divides rounding errors by the size of a gradient. This epsilon keeps those of gradients near 0 small.
 ADAM: dict[str, Any] = {**SEQUENCE, "optim": "adamw_torch", "adam_epsilon": 1e-4, "weight_decay": 0.1}
 ADAM |= {"learning_rate": 3e-3, "max_steps": 6}
-# The dead share of the prompts, and settings. Rollouts of four batches, and two batches per update, unless set.
-CASES: dict[str, tuple[float, dict[str, Any]]] = {
-    "half dead, checkpointing": (0.5, {"gradient_checkpointing": True}),
-    "all dead": (1.0, {}),
-    "two iterations, four updates, checkpointing": (
-        0.5,
-        {"num_iterations": 2, "gradient_accumulation_steps": 1, "max_steps": 8, "gradient_checkpointing": True},
-    ),
-    "updates across rollouts": (0.5, {"steps_per_generation": 2, "gradient_accumulation_steps": 3}),
-    "one update per rollout": (0.5, {"steps_per_generation": 2}),
-    "LoRA, dapo, off-policy mask, checkpointing": (
-        0.5,
-        {"lora": True, "gradient_checkpointing": True, "loss_type": "dapo", "off_policy_mask_threshold": 1e-4},
-    ),
-    "evaluation, truncated answers": (
-        0.75,
-        {"eval_strategy": "steps", "eval_steps": 1, "mask_truncated_completions": True},
-    ),
-    "cispo, resumed in a rollout, checkpointing": (
-        0.5,
-        {
-            "loss_type": "cispo",
-            "gradient_checkpointing": True,
-            "epsilon_high": 5.0,
-            "save_steps": 3,
-            "save_strategy": "steps",
-            "learning_rate": 1e-3,
-        },
-    ),
-    "padding kept": (0.75, {"padded": True}),
-    "bnpo, tool mask, checkpointing": (0.5, {"loss_type": "bnpo", "tool_mask": True, "gradient_checkpointing": True}),
+# What may act together, the usual first. Every pair is trained.
+FACTORS = {
+    "loss_type": ["grpo", "dr_grpo", "dapo", "bnpo", "luspo", "cispo", "sapo", "vespo"],
+    "dead": ["half dead", "none dead", "all dead"],
+    "updates": ["two updates", "eight updates", "updates across rollouts", "one update"],  # per rollout
+    "lengths": ["lengths differ", "equal lengths"],
+    "window": ["clips", "wide window"],
+    "level": ["sequence", "token"],
+    "checkpointing": ["checkpointing", "no checkpointing"],
+    "term": ["no term", "KL", "entropy bonus"],
+    "layout": ["cropped", "packed", "padded"],
+    "answers": ["no mask", "with tools", "truncated", "off policy"],
+    "breaks": ["no break", "evaluated", "resumed"],
+    "weights": ["all weights", "LoRA"],
 }
+DEAD = {"half dead": 0.5, "none dead": 0.0, "all dead": 1.0}  # share of the prompts
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eight updates": {"num_iterations": 2, "gradient_accumulation_steps": 1, "max_steps": 8},
+    "updates across rollouts": {"steps_per_generation": 2, "gradient_accumulation_steps": 3},
+    "one update": {"steps_per_generation": 2},
+    "equal lengths": {"generation_kwargs": {"min_new_tokens": 6}},
+    "wide window": {"epsilon": 0.2, "epsilon_high": 0.28},
+    "cispo": {"epsilon_high": 5.0, "learning_rate": 1e-3},
+    "checkpointing": {"gradient_checkpointing": True},
+    "KL": {"beta": 0.1},
+    "entropy bonus": {"entropy_coef": 0.01},
+    "truncated": {"mask_truncated_completions": True},
+    "off policy": {"off_policy_mask_threshold": 1e-4},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
+    "resumed": {"save_strategy": "steps", "save_steps": 3},  # with two updates per rollout, after the first of them
+    "LoRA": {"lora": True},
+}
+
+
+CLIP_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+# These depend on which answers are in a micro-batch. TRL's entropy is compared by a formula.
+BY_MICRO_BATCH = {"clip_ratio/low_min", "clip_ratio/high_max", "entropy"}
+
+
+def is_allowed(row: dict[str, str]) -> bool:
+    """Equal lengths are the largest, so all answers would be truncated. With KL alone, first gradients are rounding."""
+    values = {*row.values()}
+    return not ({"equal lengths", "truncated"} <= values or {"all dead", "KL"} <= values)
 
 
 class Prompts:
@@ -106,22 +118,36 @@ def trainer_of(
     return trainer
 
 
-def spy(trainer: Any) -> list[tuple[Any, Tensor]]:
-    """Record the batch and the entropies of each loss in training."""
+class Seen(NamedTuple):
+    """A batch in training with stock TRL."""
+
+    batch: dict[str, Any]
+    entropies: list[Tensor]  # [B, C], of one forward
+    has_gradient: list[Tensor]  # bool [B], a gradient of log-probs or entropies
+    metrics: dict[str, float]  # of this micro-batch
+
+
+def spy(trainer: Any) -> list[Seen]:
     loss, method, seen = trainer._compute_loss, getattr(trainer, METHOD), []
 
-    def entropies(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         out = method(*args, **kwargs)
         if kwargs.get("compute_entropy") and trainer.model.training:
-            seen[-1] = seen[-1], out[1].detach()
+            latest = seen[-1]
+            latest.entropies.append(out[1].detach())
+            for x in out[:2]:
+                x.register_hook(lambda gradient: latest.has_gradient.append(gradient.ne(0).any(1)))
         return out
 
     def compute_loss(model: Any, inputs: Any) -> Any:
         if trainer.model.training:
-            seen.append(dict(inputs))
-        return loss(model, inputs)
+            seen.append(Seen(dict(inputs), [], [], {}))
+        result = loss(model, inputs)
+        if trainer.model.training:
+            seen[-1].metrics.update({name: values[-1] for name, values in trainer._metrics["train"].items()})
+        return result
 
-    trainer._compute_loss, trainer._get_per_token_logps_and_entropies = compute_loss, entropies
+    trainer._compute_loss, trainer._get_per_token_logps_and_entropies = compute_loss, recorded
     return seen
 
 
@@ -129,11 +155,17 @@ def steps_of(trainer: Any) -> list[dict[str, float]]:
     return [log for log in trainer.state.log_history if "loss" in log]
 
 
-def train(ours: bool, folder: Path, reward: Any, tool_mask: bool = False, padded: bool = False, **options: Any) -> Any:
-    trainer = trainer_of(folder, reward, **options)
-    if padded:
+def train(ours: bool, folder: Path, row: dict[str, str]) -> tuple[Any, list[Seen]]:
+    options: dict[str, Any] = {"loss_type": row["loss_type"], "importance_sampling_level": row["level"]}
+    for value in sorted(row.values(), key="cispo".__eq__):  # its settings come last
+        options |= SETTINGS.get(value, {})
+    trainer = trainer_of(folder, Prompts(DEAD[row["dead"]]), **options)
+    # With at least four tokens, no batch has as many rows as tokens, where all rows are differentiated.
+    prompts = [{"prompt": prompt["prompt"] + "cdef"[: 2 + i % 3]} for i, prompt in enumerate(trainer.train_dataset)]
+    trainer.train_dataset = datasets.Dataset.from_list(prompts)
+    if row["layout"] == "padded":
         trainer.pad_to_multiple_of = 4
-    if tool_mask:
+    if row["answers"] == "with tools":
         generate = trainer._generate_and_score_completions
 
         def with_tools(inputs: Any) -> Any:
@@ -143,62 +175,61 @@ def train(ours: bool, folder: Path, reward: Any, tool_mask: bool = False, padded
 
         trainer._generate_and_score_completions = with_tools
     seen = [] if ours else spy(trainer)
-    if ours:
-        accelerate_trainer(trainer, skip_zero_advantage=True)
-    trainer.train()
-    if "save_steps" in options:  # step 4 is the second of a rollout's two, whose batches are gone
-        trainer.args.max_steps = 9
-        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-3"))
+    with pytest.MonkeyPatch.context() as patch:
+        if row["layout"] == "packed":  # SDPA gets a mask that keeps sequences apart
+            patch.setattr(zero_advantage, "may_be_packed", lambda model: True)
+        if ours:
+            accelerate_trainer(trainer, skip_zero_advantage=True if row["term"] == "no term" else None)
+        trainer.train()
+        if row["breaks"] == "resumed":
+            trainer.args.max_steps = 9
+            trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-3"))
     return trainer, seen
 
 
-def compare(stock: Any, ours: Any, seen: list[tuple[Any, Tensor]]) -> None:
+def compare(row: dict[str, str], stock: Any, ours: Any, seen: list[Seen]) -> None:
     logs, our_logs = steps_of(stock), steps_of(ours)
     assert len(our_logs) == len(logs) > 5
     count = stock.args.gradient_accumulation_steps
-    # Answers move within groups of this many micro-batches.
-    moved = 1 if stock.loss_type == "bnpo" else math.gcd(count, stock.args.steps_per_generation)
-    # Means over micro-batches of a minimum or maximum depend on which answers are in a micro-batch.
-    by_batch = {"clip_ratio/low_min", "clip_ratio/high_max"} if moved > 1 else set()
+    token_means = {"kl"} | ({*CLIP_MEANS} if row["level"] == "token" else set())
     for a, b in zip(our_logs, logs, strict=True):
-        for key in b.keys() - {"entropy"} - by_batch:
+        # The mean ratio counts answers that did not run as 1.
+        others = BY_MICRO_BATCH | ({"vespo/phi_seq_mean"} if a["gspo/rows_run"] < 1 else set())
+        for key in b.keys() - token_means - others:
             relative = LOSS_PER_ADVANTAGE if key == "loss" else TRAINER_LOG_RELATIVE
+            floor = TRAINER_ABSOLUTE if key == "grad_norm" else LOSS_PER_ADVANTAGE
             if "time" not in key:
-                assert a[key] == pytest.approx(b[key], rel=relative, abs=LOSS_PER_ADVANTAGE, nan_ok=True), key
+                assert a[key] == pytest.approx(b[key], rel=relative, abs=floor, nan_ok=True), key
     for a, b in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    if len(seen) != len(logs) * count:  # resumed
+    if row["breaks"] == "resumed":  # stock TRL has run some micro-batches twice
         return
     for i, log in enumerate(our_logs):
-        live = [live_rows(batch, stock.loss_type) for batch, _ in seen[i * count : (i + 1) * count]]
+        batches = seen[i * count : (i + 1) * count]
+        live = [live_rows(x.batch, stock.loss_type, row["term"] == "no term") for x in batches]
         assert log["gspo/rows_run"] == pytest.approx(torch.cat(live).float().mean().item())
-        means = []
-        for j in range(0, count, moved):
-            batches = seen[i * count + j :][:moved]
-            widths = torch.cat([widths_of(batch, stock.loss_type) for batch, _ in batches])
-            order = widths.argsort(stable=True) if moved > 1 else torch.arange(len(widths))
-            masks = torch.cat([loss_mask(batch) * live_rows(batch, stock.loss_type)[:, None] for batch, _ in batches])
-            entropies = torch.cat([e for _, e in batches])
-            micro = zip(entropies[order].chunk(moved), masks[order].chunk(moved), strict=True)
-            means += [(e * m).sum() / m.sum() for e, m in micro if m.any()]
-        assert ("entropy" in log) == bool(means)
-        if means:
-            assert log["entropy"] == pytest.approx(torch.stack(means).mean().item(), rel=TRAINER_LOG_RELATIVE)
+        masks = [loss_mask(x.batch) * rows[:, None] for x, rows in zip(batches, live, strict=True)]
+        tokens = sum(mask.sum() for mask in masks)
+        assert ("entropy" in log) == bool(tokens)
+        if tokens:
+            total = sum((x.entropies[0] * mask).sum() for x, mask in zip(batches, masks, strict=True))
+            assert log["entropy"] == pytest.approx((total / tokens).item(), rel=TRAINER_LOG_RELATIVE)
+        sizes = [loss_mask(x.batch).sum().item() for x in batches]
+        for name in token_means & batches[0].metrics.keys():
+            total = sum(x.metrics[name] * size for x, size in zip(batches, sizes, strict=True))
+            expected = total / max(sum(sizes), 1)
+            assert log[name] == pytest.approx(expected, rel=TRAINER_LOG_RELATIVE, abs=LOSS_PER_ADVANTAGE), name
+        assert ("gspo/rows_differentiated" in log) == (row["checkpointing"] == "checkpointing" and bool(tokens))
+        if "gspo/rows_differentiated" in log:
+            share = sum(torch.stack(x.has_gradient).any(0).sum() for x in batches) / torch.cat(live).sum()
+            assert log["gspo/rows_differentiated"] == pytest.approx(share.item())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_equals_stock_trl(name: str, tmp_path: Path) -> None:
-    dead, options = CASES[name]
-    stock, seen = train(False, tmp_path / "stock", Prompts(dead), **options)
-    ours, _ = train(True, tmp_path / "ours", Prompts(dead), **options)
-    compare(stock, ours, seen)
-    rows = [log["gspo/rows_run"] for log in steps_of(ours)]
-    assert max(rows) == 0 if dead == 1 else max(rows) > 0 and (dead == 0 or min(rows) < 1)
-    shares = [log["gspo/rows_differentiated"] for log in steps_of(ours) if "gspo/rows_differentiated" in log]
-    assert bool(shares) == ("checkpointing" in name)
-    assert not shares or shares[0] == 1  # the ratios of a first update are 1, so nothing is clipped
-    if "four updates" in name:
-        assert min(shares) < 1 < 2 * max(shares)  # clipped answers ran, and were not differentiated
+@pytest.mark.parametrize("row", pair_cover(FACTORS, is_allowed), ids=lambda row: ", ".join(row.values()))
+def test_training_equals_stock_trl(row: dict[str, str], tmp_path: Path) -> None:
+    stock, seen = train(False, tmp_path / "stock", row)
+    ours, _ = train(True, tmp_path / "ours", row)
+    compare(row, stock, ours, seen)
 
 
 class DeadGroups:
@@ -225,15 +256,6 @@ FOUR_MICRO_BATCHES = {
     "num_iterations": 2,
     "max_steps": 4,
     "max_grad_norm": 1e9,
-}
-LOSSES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "dr_grpo": {},
-    "dapo": {"importance_sampling_level": "token"},
-    "luspo": {},
-    "cispo": {"epsilon_high": 5.0},
-    "sapo": {"importance_sampling_level": "token"},
-    "vespo": {"importance_sampling_level": "token"},
 }
 
 
@@ -266,7 +288,7 @@ def updates(trainer: Any, ours: bool) -> dict[str, Any]:
     trainer.add_callback(Record())
     trainer.model.get_input_embeddings().register_forward_pre_hook(record)
     if ours:
-        accelerate_trainer(trainer, skip_zero_advantage=True)
+        accelerate_trainer(trainer, skip_zero_advantage=None if trainer.beta else True)
     trainer.train()
     micro = [rows[i : i + 4] for i in range(0, len(rows), 4)]
     logs = [{key: log[key] for key in ("loss", "grad_norm")} for log in steps_of(trainer)]
@@ -285,10 +307,9 @@ def same_updates(ours: dict[str, Any], stock: dict[str, Any], has_gradients: boo
     torch.testing.assert_close(ours["weights"], stock["weights"], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_live_answers_share_micro_batches(loss_type: str, tmp_path: Path) -> None:
-    options = {**FOUR_MICRO_BATCHES, "loss_type": loss_type, **LOSSES[loss_type]}
-    stock, ours = (updates(trainer_of(tmp_path, DeadGroups((0, 2)), **options), ours) for ours in (False, True))
+def test_live_answers_share_micro_batches(tmp_path: Path) -> None:
+    trainers = (trainer_of(tmp_path, DeadGroups((0, 2)), **FOUR_MICRO_BATCHES) for _ in range(2))
+    stock, ours = (updates(trainer, is_ours) for trainer, is_ours in zip(trainers, (False, True), strict=True))
     assert ours["rows"] == [[1, 1, 4, 4]] * 4
     same_updates(ours, stock)
 
@@ -497,6 +518,7 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
             if kind == "equal rewards":  # which GSPOTrainer makes exact
                 reward = DeadGroups(*EQUAL_DEAD[rank], equal=0.7 if ours else 1.0)
                 made = {"reward": reward, "kind": GSPOTrainer if ours else GRPOTrainer, "num_generations": 8}
+            made |= {"beta": 0.1} if kind == "KL" else {}
             trainer = trainer_of(folder / str(rank), **made, **options)
             trainer.train_dataset = datasets.Dataset.from_list(PROMPTS)
             if kind == "fsdp2":
@@ -504,6 +526,9 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if kind == "old log-probs":  # TRL computes them with the rollout, as for vLLM's correction
                     patch.setattr(LiveAnswers, "_can_defer", lambda self: False)
+                if kind == "KL":  # all answers run, and moving short ones to another rank would save little
+                    costs = itertools.cycle((1.0, 0.0))  # alone, shared
+                    patch.setattr(zero_advantage, "padded_tokens", lambda *_: torch.tensor(next(costs)))
                 of_kind.append(updates(trainer, ours))
             if ours and kind != "equal rewards":
                 check_moves(trainer, rank)
@@ -514,7 +539,7 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("ddp", "fsdp2", "old log-probs", "equal rewards"), ("zero3",)], ids="-".join)
+@pytest.mark.parametrize("kinds", [("ddp", "fsdp2", "old log-probs", "equal rewards", "KL"), ("zero3",)], ids="-".join)
 def test_ranks_share_live_answers(kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "zero3" in kinds:
         pytest.importorskip("deepspeed")
@@ -526,7 +551,8 @@ def test_ranks_share_live_answers(kinds: tuple[str, ...], tmp_path: Path, monkey
         assert runs[0][kind][0]["widths"] != runs[1][kind][0]["widths"]
         for stock, ours in (run[kind] for run in runs):
             last = [1, 1, 1, 4] if kind == "equal rewards" else [1, 1, 2, 4]
-            assert ours["rows"] == [[1, 1, 4, 4]] * 2 + [last] * 2, kind
+            expected = [[4, 4, 4, 4]] * 4 if kind == "KL" else [[1, 1, 4, 4]] * 2 + [last] * 2
+            assert ours["rows"] == expected, kind
             same_updates(ours, stock, has_gradients=kind != "zero3")
 
 
@@ -593,6 +619,28 @@ def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
             assert torch.equal(trainer._gspo_live._old_log_probs(after | {"old_per_token_logps": old}), old)
 
 
+def test_batches_that_cannot_be_packed_run_with_their_padding() -> None:
+    ids = torch.arange(2, 12).view(2, 5)
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    targets = torch.tensor([[-100, -100, 5, -100], [-100, 9, 10, 11]])
+    row = model_forward._pack(ids, mask, targets)
+    assert row is not None and row.inputs["input_ids"].tolist() == [[3, 4, 5, 7, 8, 9, 10, 11]]
+    assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert row.inputs["cu_seq_lens_q"].tolist() == [0, 3, 8] and row.inputs["max_length_k"] == 5
+    assert row.targets.tolist() == [[-100, 5, -100, -100, 9, 10, 11, -100]]
+    assert row.padded(row.targets).tolist() == [[0, -100, 5, -100], [-100, 9, 10, 11]]
+    one = model_forward._pack(ids, mask * torch.tensor([[1], [0]]), torch.full((2, 4), -100))
+    assert one is not None and one.inputs["cu_seq_lens_q"].tolist() == [0, 3]
+    without_prompt = targets.clone()
+    without_prompt[0, 0] = 3
+    for other, unpacked in (
+        (mask, without_prompt),
+        (mask * torch.tensor([1, 1, 0, 1, 1]), targets),
+        (0 * mask, targets),
+    ):
+        assert model_forward._pack(ids, other, unpacked) is None
+
+
 @pytest.mark.parametrize("dead", [1, 2])
 def test_old_log_probs_far_below_the_new_ones_make_no_nan(dead: int, tmp_path: Path) -> None:
     trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.0), importance_sampling_level="token"))
@@ -636,6 +684,7 @@ INEXACT: list[tuple[str, str, Any, str]] = [
     ("model", "added", nn.BatchNorm1d(2), "batch normalization in added"),
     ("model", "experts", nn.ModuleList([nn.Linear(2, 2)]), "experts that are separate modules in "),
 ]
+WITH_GRADIENT = ("beta=0.1", "an entropy bonus")
 NO_CHECKPOINTING = "skip_rows_without_gradient=False (gradient_checkpointing=False)\n"
 
 
@@ -649,7 +698,11 @@ def test_settings_that_make_skipping_inexact_are_named(
             for part in path.split("."):
                 owner = getattr(owner, part) if part else owner
             patch.setattr(owner, name, value, raising=False)
-            assert skipping(trainer, None).description.startswith(f"skip_zero_advantage=False ({reason}")
+            now = skipping(trainer, None, interaction_of_rows(trainer.model))
+            assert now.description.startswith(f"skip_zero_advantage=False ({reason}") and not now.by_advantage
+            # KL and entropy bonus give answers with advantage 0 a gradient, but padding has none.
+            assert now.is_on == now.crops == (reason in WITH_GRADIENT)
+            assert now.moves == (reason == "beta=0.1")
             with pytest.raises(ValueError, match=r"^accelerate_trainer: skip_zero_advantage must be .*") as error:
                 accelerate_trainer(trainer, skip_zero_advantage=True)
             assert reason in str(error.value) and not hasattr(trainer, "_gspo_live")
@@ -661,8 +714,9 @@ def test_settings_that_make_skipping_inexact_are_named(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(trainer, name, value)
-            is_on, crops, _, moves, text = skipping(trainer, True)
-            assert is_on and crops and not moves and text == f"skip_zero_advantage=True (order kept: {reason})"
+            now = skipping(trainer, True, None)
+            assert now.by_advantage and now.crops and not now.moves
+            assert now.description == f"skip_zero_advantage=True (order kept: {reason})"
     accelerate_trainer(trainer, skip_zero_advantage=False)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=False, " + NO_CHECKPOINTING)
     for owner, name, value, reason in (
@@ -671,9 +725,10 @@ def test_settings_that_make_skipping_inexact_are_named(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
-            is_on, *crops, moves, text = skipping(trainer, True)
-            assert is_on and not any(crops) and moves
-            assert text == f"skip_zero_advantage=True (padding kept: {reason})"
+            patch.setattr(trainer.model.config, "_attn_implementation", "flash_attention_2")
+            now = skipping(trainer, True, None)
+            assert now.by_advantage and now.moves and not (now.crops or now.crops_prompts or now.packs)
+            assert now.description == f"skip_zero_advantage=True (padding kept: {reason})"
     accelerate_trainer(trainer)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=True, " + NO_CHECKPOINTING)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import advantages as advantages
+    from . import distillation as distillation
     from . import reference as reference
     from . import sampler_mismatch as sampler_mismatch
     from .fused_loss import gspo_fused_loss
@@ -25,7 +26,7 @@ _MODULES = {
     "linear_log_probs": "log_probs",
     "policy_loss": "policy",
 }
-_SUBMODULES = ("advantages", "reference", "sampler_mismatch")
+_SUBMODULES = ("advantages", "distillation", "reference", "sampler_mismatch")
 __all__ = ["KeptSets", "LogProbOutput", "LossOutput", "Objective", "gspo_fused_loss", "linear_log_probs", "policy_loss"]
 
 

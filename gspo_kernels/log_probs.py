@@ -119,7 +119,10 @@ def linear_log_probs(
         head = head_rows(check, arguments)
         kept = None if kept_sets is None else kept_rows(check, kept_sets, arguments.target_ids, head.rows)
         if kept is not None and extra_ids is not None:
-            calls = "call linear_log_probs twice, once with each: extra_log_probs are over the vocabulary"
+            calls = (
+                "call linear_log_probs twice: with kept_sets for the ratio, then with extra_ids for the teacher. Only "
+                "the second call passes over the vocabulary; its log_probs are for kl_log_probs"
+            )
             check.fail("extra_ids", f"None with kept_sets ({calls})", extra_ids)
         extra = None if extra_ids is None else extra_pairs(check, extra_ids, arguments.target_ids, head.rows)
         if compared is not None:

@@ -13,7 +13,7 @@ from ..backends.rows import PolicyRows
 from ..layout import Layout, accumulator, packed_layout, padded_layout
 from ..objective import SCORES, Objective
 from ..sampler_mismatch import Correction, rollout_weights
-from ..validation import FLOATS, TensorChecks, Unquoted, up_to_five
+from ..validation import FLOATS, TensorChecks, Unquoted, up_to_five, warn_once
 
 
 class PolicyArguments(NamedTuple):
@@ -63,6 +63,13 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
             "advantages differ inside a sequence, but with ratio='sequence' the gradient of a sequence is spread "
             "evenly over its tokens. With ratio='sequence-token', each token has the gradient of its own advantage",
             stacklevel=6,
+        )
+    if arguments.advantages.requires_grad and not torch.compiler.is_compiling():
+        warn_once(
+            f"{check.place}: advantages have a gradient, but are treated as a constant. A divergence over k ids has an "
+            "expected gradient of 0 as an advantage: add it to the loss",
+            stacklevel=5,
+            kind="advantages with a gradient",
         )
     old = _log_probs(check, "old_log_probs", arguments.old_log_probs, layout, unmasked, dtype)
     ref = _log_probs(check, "ref_log_probs", arguments.ref_log_probs, layout, unmasked, dtype)

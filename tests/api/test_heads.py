@@ -17,6 +17,7 @@ from tolerance import check
 from torch import Tensor, nn
 
 from gspo_kernels import KeptSets, LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.distillation import linear_top_k
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already results a `peft_config`")
 
@@ -171,6 +172,17 @@ def test_kept_sets_of_all_ids_equal_the_vocabulary_of_a_lora_head(backend: str) 
     sets = KeptSets.from_mask(torch.ones(B, T, V, dtype=torch.bool))
     grads = assert_equals_the_module(lora(adapters=2), backend, kept_sets=sets)
     assert len(grads) == 5
+
+
+def test_the_top_k_of_a_lora_head_are_those_of_its_forward() -> None:
+    head, hidden = lora(adapters=2), hidden_states()
+    top = linear_top_k(hidden, head, V)
+    log_p = torch.log_softmax(head(hidden), -1).detach()
+    torch.testing.assert_close(top.log_probs, log_p.gather(-1, top.ids))
+    assert torch.equal(top.ids.sort().values, torch.arange(V).expand(B, T, V))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = linear_top_k(hidden, head, 3)
+    assert rounded.log_probs.dtype == torch.float32 and not torch.equal(rounded.log_probs, top.log_probs[..., :3])
 
 
 def test_only_active_adapters_count(backend: str) -> None:

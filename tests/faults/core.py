@@ -71,4 +71,10 @@ FAULTS: dict[str, Fault] = {
         "[-torch.where(x.amin() == x.amax(), 0, variance)-]{+variance+}",
         "advantages::test_equal_rewards_of_a_batch_are_not_divided",
     ),
+    "the tail of a divergence as a difference from 1": (
+        "distillation:_rest",
+        "[--log_p.gather(-1, top).expm1() - others.exp().sum(-1, keepdim=True)-]"
+        "{+1 - log_p.exp().sum(-1, keepdim=True)+}",
+        "distillation::test_a_confident_student_keeps_the_digits_of_its_tail",
+    ),
 }

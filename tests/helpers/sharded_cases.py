@@ -19,6 +19,7 @@ from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, linear_log_probs
+from gspo_kernels.distillation import linear_top_k
 
 
 class Case(NamedTuple):
@@ -139,6 +140,20 @@ for _ranks in (2, 8):
             own = shard_rows(results[0][2], context.group(ranks))
             for ours, one in zip(results[1], (*results[0][:2], own), strict=True):
                 assert relative(ours, one) <= SHARDED_GRADIENT_RELATIVE
+
+    @case(f"tp {_ranks} top k", _ranks)
+    def _tp_top_k(context: Context, ranks: int = _ranks) -> None:
+        sample = make_sample(5, vocab=48, bias=True, dtype=torch.float64)
+        weight, bias, results = sample.leaves["weight"].detach(), sample.leaves["bias"].detach(), []
+        weight[9] = weight[40]  # equal logits on the first rank and on a later one
+        bias[9] = bias[40]
+        for group in (None, context.group(ranks)):
+            own = [shard_rows(x, group) for x in (weight, bias)]
+            options: dict[str, Any] = dict(bias=own[1], mask=sample.options["mask"], tp_group=group)
+            # With 8 ranks, the last rank has only padding.
+            results.append(linear_top_k(sample.leaves["hidden"], own[0], 20, vocab_size=41, **options))
+        assert torch.equal(results[1].ids, results[0].ids)
+        torch.testing.assert_close(results[1].log_probs, results[0].log_probs)
 
 
 # -- sharded sequences

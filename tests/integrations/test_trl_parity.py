@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, ours, rollout
 from helpers.trl_losses import GRADIENT_STEPS, LONGEST, SEQUENCE, trl_loss
 
 from gspo_kernels import Objective
+from gspo_kernels.distillation import topk_divergence
 
 pytest.importorskip("trl", minversion="1.16")  # earlier releases normalize dapo differently
 
@@ -66,3 +68,21 @@ def test_loss_gradient_and_clip_fractions_equal_trls(name: str, weights: bool, b
         for trl_name, suffix in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
             expected = metrics[f"clip_ratio/{trl_name}"][0]
             assert expected == pytest.approx(computed[0].metrics[share + suffix].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_divergences_at_k_ids_equal_trls(alpha: float, tail: str) -> None:
+    """TRL's SDPO takes the k ids of the student; here they are given to both."""
+    loss_utils = pytest.importorskip("trl.experimental.sdpo.loss_utils")
+    rng = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(2, 3, 9, generator=rng, dtype=torch.float64) for _ in range(2))
+    log_p, ids = student.requires_grad_().log_softmax(-1).topk(4)
+    kind = {0.0: "forward", 1.0: "reverse"}.get(alpha, "jensen-shannon")
+    ours = topk_divergence(log_p, teacher.log_softmax(-1).gather(-1, ids), kind=kind, tail=tail, beta=0.3)
+    trls = loss_utils.compute_topk_self_distillation_loss(
+        student, teacher, distillation_topk=4, distillation_alpha=alpha, distillation_add_tail=tail == "bucket"
+    )
+    torch.testing.assert_close(ours, trls)
+    gradients = (torch.autograd.grad(x.sum(), student, retain_graph=True) for x in (ours, trls))
+    torch.testing.assert_close(*gradients)

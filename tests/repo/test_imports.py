@@ -23,7 +23,7 @@ HOUSE = (
     {"ops"},
     {"inputs"},
     {"outputs"},
-    {"fused_loss", "log_probs", "policy"},
+    {"distillation", "fused_loss", "log_probs", "policy"},
     {""},  # the package's __init__.py, which exports the public names
     {"integrations"},
     {"benchmarks"},

@@ -1,0 +1,357 @@
+"""Teachers: divergences at k ids, advantages, the top k ids of a local teacher, and their sum with a policy loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from faults.costs import counted
+from helpers.counters import StepCounts
+from helpers.oracle import DTYPES, HEADS
+from helpers.samples import Sample, make_sample, new_leaves
+from helpers.tile_choices import small_tiles
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerance import FLOAT64_RELATIVE, KEPT_VALUE_ABSOLUTE, KEPT_VALUE_RELATIVE, SHARDED_GRADIENT_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective, linear_log_probs, metrics, policy_loss, validation
+from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.distillation import KINDS, TAILS, linear_top_k, teacher_advantages, topk_divergence
+from gspo_kernels.reference import gspo_reference_loss, kl_to_reference, token_log_probs
+
+FORMS = [(kind, tail) for kind in KINDS for tail in TAILS if kind != "generalized" or tail == "drop"]
+V, BETA = 9, 0.3
+
+
+# -- divergences
+
+
+def formula(p: Tensor, q: Tensor, kind: str, tail: str, rest_p: Tensor, rest_q: Tensor) -> Tensor:
+    """The divergence at ids with probabilities p and q, [k] -> []. All other ids have rest_p and rest_q together."""
+    if tail == "bucket":
+        p, q = torch.cat([p, rest_p[None]]), torch.cat([q, rest_q[None]])
+    elif tail == "renormalize":
+        p, q = p / p.sum(), q / q.sum()
+    m = BETA * q + (1 - BETA) * p
+    terms = {
+        "forward": q * (q / p).log(),
+        "reverse": p * (p / q).log(),
+        "generalized": p * (p / q).log() - p + q,
+        "jensen-shannon": BETA * q * (q / m).log() + (1 - BETA) * p * (p / m).log(),
+    }
+    return terms[kind].sum()
+
+
+@given(st.integers(0, 10_000), st.sampled_from(FORMS), st.floats(0.1, 3), st.sampled_from(["ids", "-inf"]))
+def test_divergences_equal_their_formulas(seed: int, form: tuple[str, str], spread: float, absent: str) -> None:
+    kind, tail = form
+    rng = torch.Generator().manual_seed(seed)
+    z = (spread * torch.randn(2, 3, V, generator=rng, dtype=torch.float64)).requires_grad_()
+    full_q = (spread * torch.randn(2, 3, V, generator=rng, dtype=torch.float64)).log_softmax(-1)
+    ids = torch.rand(2, 3, V, generator=rng).argsort(-1)[..., :5]
+    here = torch.rand(2, 3, 5, generator=rng) < 0.8
+    here[..., :2] = True
+    mask = torch.rand(2, 3, generator=rng) < 0.8
+    student, teacher = (x.log_softmax(-1).gather(-1, ids) for x in (z, full_q))
+    expected, rest = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
+    for i, j in mask.nonzero().tolist():
+        at = ids[i, j, here[i, j]]
+        others = torch.ones(V, dtype=torch.bool).index_fill_(0, at, False)
+        p, q = z[i, j].softmax(0), full_q[i, j].exp()
+        expected[i, j] = formula(p[at], q[at], kind, tail, p[others].sum(), q[others].sum())
+        rest[i, j] = p[others].sum().detach()
+    options: dict[str, Any] = dict(kind=kind, tail=tail, beta=BETA, mask=mask)
+    read = here & mask[..., None]
+    if absent == "ids":
+        options["ids"] = torch.where(here, ids, -1)
+        student, teacher = (torch.where(read, x, torch.nan) for x in (student, teacher))
+    else:  # where masked, and what linear_log_probs returns for absent ids
+        student, teacher = torch.where(read, student, 0), torch.where(read, teacher, -torch.inf)
+    ours = topk_divergence(student, teacher, **options)
+    assert ((ours - expected).abs() <= FLOAT64_RELATIVE / rest).all()
+    ones = torch.ones_like(ours)
+    ours_grad, grad = (torch.autograd.grad(x, z, ones, retain_graph=True)[0] for x in (ours, expected + 0 * z.sum(-1)))
+    assert ((ours_grad - grad).abs() <= FLOAT64_RELATIVE / rest[..., None]).all()
+    if tail == "bucket" or (kind, tail) in (("generalized", "drop"), ("jensen-shannon", "drop")):
+        assert (ours > -FLOAT64_RELATIVE).all()
+    single = topk_divergence(student.float(), teacher.float(), **options)
+    assert single.dtype == torch.float32
+    assert ((single - expected).abs() <= KEPT_VALUE_ABSOLUTE / rest + KEPT_VALUE_RELATIVE * expected.abs()).all()
+
+
+@pytest.mark.parametrize(("kind", "tail"), FORMS)
+def test_what_a_tail_does_to_a_student_that_equals_its_teacher(kind: str, tail: str) -> None:
+    z = torch.linspace(1, 0, V, dtype=torch.float64).requires_grad_()
+    log_p = z.log_softmax(-1)
+    (d_z,) = torch.autograd.grad(topk_divergence(log_p[None, :4], log_p[None, :4], kind=kind, tail=tail).sum(), z)
+    mass = log_p[:4].exp().sum()
+    # Descent moves probability out of the ids for "reverse", and into the ids for "forward".
+    sign = {("reverse", "drop"): -1, ("forward", "drop"): 1}.get((kind, tail), 0)
+    torch.testing.assert_close(d_z[4:], sign * mass * log_p[4:].exp(), rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+    assert d_z[:4].abs().max() <= (1 if sign else FLOAT64_RELATIVE)
+
+
+@pytest.mark.parametrize(("kind", "tail"), FORMS)
+def test_extreme_probabilities_have_the_formulas_value_and_finite_gradients(kind: str, tail: str) -> None:
+    inf = math.inf
+    rows = {  # student, teacher -> forward and reverse KL of the bucket, where they are not the formula's of the logs
+        "probability 1": ([0.0, -inf], [0.0, -inf]),
+        "rounded above 1": ([1e-7, -20.0], [1e-7, -20.0]),
+        "teacher without a tail": ([-1.0, -2.0], [math.log(0.75), math.log(0.25)]),
+        "student without a tail": ([math.log(0.75), math.log(0.25)], [-1.0, -2.0]),
+        "teacher 0": ([-1.0, -2.0], [-0.5, -inf]),
+        "student 0": ([-0.5, -inf], [-1.0, -2.0]),
+        "nothing present": ([math.nan, 0.0], [-1.0, math.nan]),
+    }
+    ids = torch.arange(2).expand(len(rows), 2).clone()
+    ids[-1] = -1
+    student, teacher = (torch.tensor([pair[i] for pair in rows.values()]) for i in (0, 1))
+    student.requires_grad_()
+    out = topk_divergence(student, teacher, kind=kind, tail=tail, ids=ids)
+    (gradient,) = torch.autograd.grad(out.sum(), student)
+    infinite = {"forward": "student 0", "reverse": "teacher 0", "generalized": "teacher 0"}.get(kind)
+    for name, value, d in zip(rows, out.tolist(), gradient, strict=True):
+        assert (value == inf) == (name == infinite), name
+        assert name == infinite or d.isfinite().all(), name
+    assert out[-1] == 0 and gradient[-1].abs().max() == 0
+    if tail == "bucket" and kind == "forward":  # the direction is right even where the tail is lost in rounding
+        assert gradient[3, 0] > 1e3
+
+
+def test_a_confident_student_keeps_the_digits_of_its_tail() -> None:
+    z = torch.tensor([[12.0, 1.0, 0.5, -0.3]], dtype=torch.float64)
+    log_p = z.log_softmax(-1)  # 2.8e-5 outside of the first id, 4.4e-6 outside of all three
+    log_q = torch.tensor([[-0.1, -3.0, -4.0]], dtype=torch.float64)
+    q = log_q[0].exp()
+    truth = formula(log_p[0, :3].exp(), q, "forward", "bucket", log_p[0, 3].exp(), 1 - q.sum())
+    ours = topk_divergence(log_p[:, :3].float().requires_grad_(), log_q.float(), kind="forward", tail="bucket")
+    torch.testing.assert_close(ours[0].double(), truth, rtol=KEPT_VALUE_RELATIVE, atol=0)
+
+
+def test_weights_choose_and_mix_teachers() -> None:
+    rng = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(2, 3, 2, V, generator=rng).log_softmax(-1)[..., :4] for _ in range(2))
+    student.requires_grad_()
+    options: dict[str, Any] = dict(kind="reverse", tail="bucket")
+    each = topk_divergence(student, teacher, **options)  # [2, 3, 2]
+    mean = topk_divergence(student, teacher, teacher_weights=torch.full((2,), 0.5), **options)
+    torch.testing.assert_close(mean, each.mean(-1))
+    chosen = torch.eye(2)[torch.tensor([1, 0])]  # a teacher for each answer
+    only = torch.where(chosen[:, None, :, None] == 1, teacher, torch.nan)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    picked = topk_divergence(student, only, teacher_weights=chosen, mask=mask, **options)
+    torch.testing.assert_close(picked, torch.stack([each[0, :, 1], each[1, :, 0]]) * mask)
+    assert torch.autograd.grad(picked.sum(), student)[0].isfinite().all()
+    gaps = teacher[..., 0].detach() - student[..., :1, 0].detach()
+    ours = teacher_advantages(student[..., 0, 0], only[..., 0], coef=2.0, teacher_weights=chosen, mask=mask)
+    torch.testing.assert_close(ours, 2 * mask * torch.stack([gaps[0, :, 1], gaps[1, :, 0]]))
+
+
+# -- one log-prob per token
+
+
+def test_advantages_of_a_teacher_by_token_and_by_sequence() -> None:
+    old = torch.tensor([[-1.0, -2.0, torch.nan], [-3.0, -1.0, -0.5]])
+    teacher = torch.tensor([[-0.5, -4.0, 0.0], [-torch.inf, -1.0, -1.0]])
+    mask, task = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.tensor([1.0, -1.0])
+    options: dict[str, Any] = dict(coef=0.1, bound=5.0, mask=mask)
+    by_token = torch.tensor([[1.05, 0.8, 0.0], [-1.5, -1.0, -1.05]])
+    torch.testing.assert_close(teacher_advantages(old, teacher, advantages=task, **options), by_token)
+    by_sequence = torch.tensor([1 + 0.1 * (0.5 - 2) / 2, -1 + 0.1 * (-5 - 0.5) / 3])
+    out = teacher_advantages(old, teacher, advantages=task[:, None], level="sequence", **options)
+    torch.testing.assert_close(out, by_sequence)
+    packed, offsets = mask.reshape(-1) == 1, torch.tensor([0, 2, 5])
+    options["mask"] = None
+    for level, expected in (("token", by_token[mask == 1]), ("sequence", by_sequence)):
+        rows = old.reshape(-1)[packed], teacher.reshape(-1)[packed]
+        out = teacher_advantages(*rows, advantages=task, level=level, cu_seqlens=offsets, **options)
+        torch.testing.assert_close(out, expected)
+
+
+def test_expected_gradients_of_the_forms_with_one_log_prob_per_token() -> None:
+    """Sum the gradient over every token that could be sampled, weighted by its probability."""
+    rng = torch.Generator().manual_seed(1)
+    z = torch.randn(V, generator=rng, dtype=torch.float64).requires_grad_()
+    log_q = torch.randn(V, generator=rng, dtype=torch.float64).log_softmax(-1)
+    log_p = z.log_softmax(-1)
+    p = log_p.detach().exp()
+    gradient = lambda loss: torch.autograd.grad(loss, z, retain_graph=True)[0]  # noqa: E731
+    reverse, forward = gradient((log_p.exp() * (log_p - log_q)).sum()), gradient(-(log_q.exp() * log_p).sum())
+    expected = lambda advantages: gradient(-(p * advantages.detach() * log_p).sum())  # noqa: E731
+    k3 = (log_q - log_p).exp() - 1 + log_p - log_q
+    at_ids = topk_divergence(log_p[None, :4], log_q[None, :4], kind="reverse", tail="bucket").expand(V)
+    cases = {
+        "teacher_advantages": (expected(teacher_advantages(log_p[None], log_q[None])[0]), reverse),
+        "k3 as an advantage": (expected(-k3), reverse - forward),
+        "a divergence as an advantage": (expected(-at_ids), 0 * reverse),
+    }
+    slopes = {"k1": 0 * reverse, "k2": reverse, "k1+": reverse, "k3+": reverse, "k3": forward}
+    for estimator, truth in slopes.items():
+        objective = Objective(kl_coef=1.0, kl_estimator=estimator, ratio="token", aggregation="token-mean")
+        leaf = log_p.detach()[None].requires_grad_()
+        out = policy_loss(leaf, torch.zeros(1), ref_log_probs=log_q[None], objective=objective, normalizer=1.0)
+        (slope,) = torch.autograd.grad(out.loss, leaf)
+        cases[estimator] = (gradient((p * slope[0] * log_p).sum()), truth)
+    for name, (ours, truth) in cases.items():
+        torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_divergence_without_gradient_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_warned", set())
+    log_p = torch.tensor([[[-1.0, -2.0]]])
+    with pytest.warns(UserWarning, match="As an advantage, its expected gradient is 0"):
+        topk_divergence(log_p, log_p, kind="forward", tail="drop")
+    leaf = log_p.clone().requires_grad_()
+    divergence = topk_divergence(leaf, log_p, kind="forward", tail="drop")
+    with pytest.warns(UserWarning, match="policy_loss: advantages have a gradient"):
+        policy_loss(leaf[..., 0], divergence)
+
+
+# -- the top k ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", ["plain", "all"])
+@pytest.mark.parametrize("k", [1, 5, 37])
+def test_the_top_k_are_those_of_full_logits(dtype: str, head: str, k: int) -> None:
+    sample = make_sample(3, dtype=DTYPES[dtype], **HEADS[head])
+    mask = sample.options["mask"]
+    names = ("vocab_size", "temperature", "logit_scale", "logit_softcap")
+    options = {name: sample.options[name] for name in names if name in sample.options}
+    bias = sample.leaves.get("bias")
+    with small_tiles(4, 8):
+        top = linear_top_k(sample.leaves["hidden"], sample.leaves["weight"], k, mask=mask, bias=bias, **options)
+    truth = full_log_probs(sample.cast(torch.float64)).detach()[mask]
+    ids, log_probs = top.ids[mask], top.log_probs[mask]
+    assert log_probs.dtype == (torch.float64 if dtype == "fp64" else torch.float32) and not log_probs.requires_grad
+    for expected in (truth.topk(k).values, truth.gather(1, ids)):
+        torch.testing.assert_close(log_probs.double(), expected, rtol=KEPT_VALUE_RELATIVE, atol=KEPT_VALUE_ABSOLUTE)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    assert (top.ids[~mask] == -1).all() and (top.log_probs[~mask] == -torch.inf).all()
+
+
+def full_log_probs(sample: Sample) -> Tensor:
+    """Log-probs of the whole vocabulary from full logits, [B, T, V]."""
+    names = ("logit_scale", "logit_softcap", "vocab_size", "temperature")
+    options = {name: sample.options[name] for name in names if name in sample.options}
+    if isinstance(options.get("temperature"), Tensor):
+        options["temperature"] = options["temperature"].reshape(-1)
+    hidden, weight, bias = (sample.leaves.get(name) for name in ("hidden", "weight", "bias"))
+    assert hidden is not None and weight is not None
+    rows, vocab = hidden.flatten(0, -2), options.get("vocab_size") or len(weight)
+    columns = [token_log_probs(rows, weight, torch.full((len(rows),), v), bias, **options)[0] for v in range(vocab)]
+    return torch.stack(columns, -1).view(*sample.target_ids.shape, vocab)
+
+
+def test_equal_logits_are_in_the_order_of_ids_and_confident_log_probs_keep_their_digits() -> None:
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    weight = torch.tensor([[0.0, 18.0], [0.0, 1.0], [1.0, 2.0], [1.0, 1.0], [1.0, 2.0], [0.0, -200.0]])
+    with small_tiles(2, 2):
+        top = linear_top_k(hidden, weight, 6)
+        only = linear_top_k(hidden, weight[:5], 2, bias=torch.tensor([-torch.inf] * 4 + [0.0]))
+    assert top.ids.tolist() == [[2, 3, 4, 0, 1, 5], [0, 2, 4, 1, 3, 5]]
+    others = (weight[1:, 1].double() - 18).exp().sum()
+    torch.testing.assert_close(top.log_probs[1, 0].double(), -others.log1p(), rtol=KEPT_VALUE_RELATIVE, atol=0)
+    assert only.ids.tolist() == [[4, -1]] * 2 and only.log_probs.tolist() == [[0.0, -torch.inf]] * 2
+
+
+# -- next to a policy loss
+
+
+def losses(sample: Sample, leaves: dict[str, Tensor], ids: Tensor | None, log_q: Tensor, kept: Any) -> Tensor:
+    """GSPO-token, KL over the vocabulary and a teacher at `ids`; without a teacher if `ids` is None."""
+    options, mask = dict(sample.options), sample.options["mask"]
+    old, ref = options["old_log_probs"], options["ref_log_probs"]
+    arguments = leaves["hidden"], leaves["weight"], sample.target_ids
+    full = linear_log_probs(*arguments, mask=mask, extra_ids=ids, backend="torch")
+    log_probs, kl = full.log_probs, None
+    if kept is not None:
+        log_probs, kl = linear_log_probs(*arguments, mask=mask, kept_sets=kept, backend="torch").log_probs, log_probs
+    loss = policy_loss(
+        log_probs, sample.advantages, mask=mask, old_log_probs=old, ref_log_probs=ref, kl_log_probs=kl,
+        objective=sample.objective,
+    ).loss  # fmt: skip  # lines by subject
+    if full.extra_log_probs is None:
+        return loss
+    divergence = topk_divergence(full.extra_log_probs, log_q, kind="forward", tail="bucket", mask=mask)
+    return loss + 0.3 * divergence.sum() / mask.sum()
+
+
+@pytest.mark.parametrize("kept", [None, "error"])
+def test_a_teacher_takes_no_further_pass_and_gradients_equal_float64(kept: str | None) -> None:
+    # The KL gives every row a gradient, with and without a teacher.
+    objective = Objective(ratio="sequence-token", kl_coef=0.1, kl_aggregation="token-mean")
+    sample = make_sample(4, dtype=torch.float64, objective=objective, kept=kept, per_token_advantages=True)
+    sets, mask = sample.options.get("kept_sets"), sample.options["mask"]
+    teacher = linear_top_k(sample.leaves["hidden"].flip(-1), sample.leaves["weight"], 8)
+    results = []
+    for ids in (None, teacher.ids):
+        leaves = new_leaves(sample)
+        with counted(StepCounts(), torch_backend) as counts:
+            loss = losses(sample, leaves, ids, teacher.log_probs, sets)
+            gradients = torch.autograd.grad(loss, list(leaves.values()))
+        results.append((counts.multiply_adds, metrics.last_backward()["passes"].item()))
+    assert results[0] == results[1] and results[1][1] == 4
+
+    truth = sample.cast(torch.float64)
+    full = full_log_probs(truth)
+    policy = gspo_reference_loss(
+        truth.leaves["hidden"], truth.leaves["weight"], sample.target_ids, truth.advantages,
+        objective=replace(objective, kl_coef=0.0), **truth.options,
+    ).loss  # fmt: skip  # lines by subject
+    at_target = full.gather(-1, sample.target_ids.clamp(0, 36)[..., None])[..., 0][mask]
+    kl = kl_to_reference(at_target, truth.options["ref_log_probs"][mask].double(), at_target, "k3").mean()
+    p, q = full.gather(-1, teacher.ids)[mask].exp(), teacher.log_probs[mask].exp()
+    rest = [1 - x.sum(1) for x in (p, q)]
+    rows = [formula(p[i], q[i], "forward", "bucket", rest[0][i], rest[1][i]) for i in range(len(p))]
+    expected = policy + 0.1 * kl + 0.3 * torch.stack(rows).mean()
+    torch.testing.assert_close(loss, expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+    for ours, true in zip(gradients, torch.autograd.grad(expected, list(truth.leaves.values())), strict=True):
+        assert (ours - true).norm() <= SHARDED_GRADIENT_RELATIVE * true.norm()
+
+
+# -- errors
+
+
+def test_errors_name_the_argument() -> None:
+    log_p = torch.full((2, 3, 4), -2.0, requires_grad=True)
+    form: dict[str, Any] = dict(kind="forward", tail="bucket")
+    divergences: dict[str, Any] = {
+        "kind must be one of 'forward'": {**form, "kind": "jsd"},
+        "tail must be 'drop' for kind='generalized'": {**form, "kind": "generalized"},
+        r"teacher must be a tensor \[2, 3, 4\] like student": {**form, "teacher": log_p[..., :3]},
+        "teacher must be log-probs whose probabilities": {**form, "teacher": 0 * log_p},
+        "teacher must be <= 0": {**form, "teacher": -log_p},
+        r"student must be \[..., k\] with k >= 2": {**form, "student": log_p[..., :1], "teacher": log_p[..., :1],
+                                                     "tail": "renormalize"},
+        "student must be float32 or float64": {**form, "student": log_p.bfloat16()},
+        "beta must be a number between": {**form, "beta": 1.0},
+        r"mask must be a tensor \[2, 3\]": {**form, "mask": torch.ones(3)},
+        "ids must be of dtype": {**form, "ids": log_p.detach()},
+        r"teacher_weights must be a tensor \[3\] or \[2, 3\]": {**form, "teacher_weights": torch.ones(4)},
+        "teacher_weights must be finite and >= 0": {**form, "teacher_weights": torch.full((3,), -1.0)},
+    }  # fmt: skip  # a table
+    for message, options in divergences.items():
+        with pytest.raises((ValueError, TypeError), match=f"topk_divergence: .*{message}"):
+            topk_divergence(**{"student": log_p, "teacher": log_p, **options})
+    one, infinite = log_p[..., 0], torch.full((2, 3), -torch.inf)
+    advantages: dict[str, Any] = {
+        "teacher_log_probs must be a tensor .*whose expected gradient": {"teacher_log_probs": log_p},
+        "teacher_log_probs must be finite": {"teacher_log_probs": infinite},
+        "level must be one of": {"level": "turn"},
+        "bound must be a finite number > 0": {"bound": 0.0},
+        r"advantages must be a tensor \[2\] or \[2, 1\]": {"level": "sequence", "advantages": one},
+    }
+    for message, options in advantages.items():
+        with pytest.raises(ValueError, match=f"teacher_advantages: {message}"):
+            teacher_advantages(**{"log_probs": one, "teacher_log_probs": one, **options})
+    hidden, weight = torch.ones(2, 3), torch.ones(5, 3)
+    for k, message in ((0, "k must be from 1 to the 4 columns"), (5, "k must be from 1"), (2.0, "k must be an int")):
+        with pytest.raises((ValueError, TypeError), match=f"linear_top_k: {message}"):
+            linear_top_k(hidden, weight, k, vocab_size=4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="linear_top_k: hidden must be a tensor"):
+        linear_top_k([1.0], weight, 1)  # pyright: ignore[reportArgumentType]

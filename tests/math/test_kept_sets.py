@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from helpers.counters import LiveBytes
 from helpers.device import gspo_fused_loss, linear_log_probs, policy_loss
 from helpers.marks import by_dtype, slow
 from helpers.oracle import DTYPES, HEADS, assert_equals_oracle
-from helpers.pages import code_blocks
 from helpers.samples import Sample, make_sample, new_leaves, run_fused
 from helpers.tile_choices import small_tiles
 from hypothesis import given
@@ -22,15 +20,13 @@ from hypothesis import strategies as st
 from tolerance import (
     COMPILED_RELATIVE,
     FLOAT64_RELATIVE,
-    KEPT_VALUE_ABSOLUTE,
-    KEPT_VALUE_RELATIVE,
     RELATIVE_RMS,
     check,
 )
 from torch import Tensor
 
 from gspo_kernels import KeptSets, Objective, metrics, validation
-from gspo_kernels.reference import kl_to_reference, mask_of_sets, token_log_probs
+from gspo_kernels.reference import kl_to_reference, token_log_probs
 
 pytestmark = pytest.mark.usefixtures("device")
 BONUS = Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.1, entropy_coef=0.05)
@@ -287,34 +283,6 @@ def test_sets_of_logits_are_those_of_transformers(top_k: int | None, top_p: floa
     if min_p and top_p < 1:  # vLLM applies min_p first, so top_p sees fewer ids
         after = KeptSets.from_logits(logits, **options)
         assert (after.sizes <= ours.sizes).all() and (after.sizes < ours.sizes).any()
-
-
-def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "truncated_sampling.md").read_text()
-    names: dict[str, Any] = {}
-    for block in code_blocks(page, "python"):
-        exec(block, names)
-    hidden, weight = names["hidden"].double(), names["lm_head"].weight.double()
-    kept, full = (torch.log_softmax(hidden @ weight.t() + mask, -1).detach() for mask in (of_sets(names["sets"]), 0.0))
-    mass = (full - kept).gather(-1, names["target_ids"][..., None]).exp().mean()
-    assert f"the kept ids have {mass:.3f} of the probability" in capsys.readouterr().out
-    torch.testing.assert_close(
-        names["with_tail"].double(), kl_with_tail(names), rtol=KEPT_VALUE_RELATIVE, atol=KEPT_VALUE_ABSOLUTE
-    )
-
-
-def kl_with_tail(names: dict[str, Any]) -> Tensor:
-    """The KL with all other ids as one outcome, whose probability is at least 1e-4, [2, 3] in float64."""
-    z = names["hidden"].double() @ names["lm_head"].weight.double().t()
-    p = z.log_softmax(-1).gather(-1, names["teacher_ids"]).exp().detach()
-    p, q = (torch.cat([x, (1 - x.sum(-1, keepdim=True)).clamp(min=1e-4)], -1) for x in (p, names["q"].double()))
-    return (q * (q.log() - p.log())).sum(-1)
-
-
-def of_sets(sets: KeptSets) -> Tensor:
-    """Return 0 at kept ids and -inf elsewhere, for the guide's batch, [2, 3, 1000]."""
-    kept = mask_of_sets(sets, 1000).view(2, 3, 1000)
-    return torch.zeros(kept.shape, dtype=torch.float64).masked_fill(~kept, -torch.inf)
 
 
 def test_old_log_probs_over_the_vocabulary_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

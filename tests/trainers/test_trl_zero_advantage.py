@@ -528,7 +528,7 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
                     patch.setattr(LiveAnswers, "_can_defer", lambda self: False)
                 if kind == "KL":  # all answers run, and moving short ones to another rank would save little
                     costs = itertools.cycle((1.0, 0.0))  # alone, shared
-                    patch.setattr(zero_advantage, "padded_tokens", lambda *_: torch.tensor(next(costs)))
+                    patch.setattr(zero_advantage, "padded_tokens", lambda *_, costs=costs: torch.tensor(next(costs)))
                 of_kind.append(updates(trainer, ours))
             if ours and kind != "equal rewards":
                 check_moves(trainer, rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,19 @@ from gspo_kernels import linear_log_probs
 from ..backwards import BackwardSettings
 
 _PADDED = {"input_ids", "attention_mask", "use_cache"}  # the model's inputs, if they are no more than a padded batch
+Layout = Literal["as given", "aligned", "packed"]
 
 
 class ModelLogProbs(NamedTuple):
     """The log-probs of a model with the settings of a trainer, for `FusedHead.fused_lm_head`.
 
-    `packs`: the model runs a padded batch as one row without padding, where attention takes sequences apart.
+    `layout`: how the model runs a padded batch. "aligned": rows begin at their first token, so that a batch is as wide
+    as its longest row, wherever prompts end. "packed": one row without padding, whose sequences attention takes apart.
     """
 
     temperature: float
     backward: BackwardSettings
-    packs: bool = False
+    layout: Layout = "as given"
 
     def __call__(
         self,
@@ -46,21 +48,21 @@ class ModelLogProbs(NamedTuple):
         else:
             raise ValueError("fused_lm_head: labels or shift_labels must be given, got neither")
         kwargs["use_cache"] = False
-        row = None
-        if self.packs and shift_labels is None and not args and kwargs.keys() == _PADDED:
-            row = _pack(kwargs["input_ids"], kwargs["attention_mask"], targets)
+        batch = None
+        if self.layout != "as given" and shift_labels is None and not args and kwargs.keys() == _PADDED:
+            batch = rearranged(self.layout, kwargs["input_ids"], kwargs["attention_mask"], targets)
 
         def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
             options |= {"temperature": self.temperature, **self.backward._asdict()}
-            if row is not None:
-                return linear_log_probs(hidden, lm_head, row.targets, entropy=True, **options)
+            if batch is not None:
+                return linear_log_probs(hidden, lm_head, batch.targets, entropy=True, **options)
             states = hidden if shift_labels is not None else hidden[:, :-1]
             return linear_log_probs(states, lm_head, targets, entropy=True, **options)
 
-        scores, output = run(*args, with_head=score, **(kwargs if row is None else row.inputs))
+        scores, output = run(*args, with_head=score, **(kwargs if batch is None else batch.inputs))
         log_probs, entropy = scores.log_probs, scores.entropy
-        if row is not None:
-            log_probs, entropy = row.padded(log_probs), row.padded(entropy)
+        if batch is not None:
+            log_probs, entropy = batch.as_given(log_probs), batch.as_given(entropy)
         mask = targets != -100  # [B, T - 1] or [B, T]
         loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         return utils.FusedCausalLMOutput(
@@ -72,49 +74,57 @@ class ModelLogProbs(NamedTuple):
         )
 
 
-class _PackedRow(NamedTuple):
-    """The N tokens of a padded batch [B, T], one sequence after another."""
+class Rearranged(NamedTuple):
+    """The tokens of a padded batch [B, T] in another layout, [B, longest row] or [1, N]."""
 
     inputs: dict[str, Any]  # of the model
-    targets: Tensor  # [1, N]
-    places: Tensor  # [N], in the flattened batch
-    shape: torch.Size  # of the batch
+    targets: Tensor  # in the new layout
+    places: Tensor  # [B, T], in the flattened new layout. Those of padding are arbitrary
+    is_token: Tensor  # bool [B, T]
 
-    def padded(self, x: Tensor) -> Tensor:
-        """Put numbers of the tokens, [1, N], into zeros [B, T - 1]."""
-        flat = x.new_zeros(self.shape.numel()).index_copy(0, self.places, x[0])
-        return flat.view(self.shape)[:, :-1]
+    def as_given(self, x: Tensor) -> Tensor:
+        """Put numbers of the tokens into zeros [B, T - 1]."""
+        return torch.where(self.is_token, x.flatten()[self.places], 0)[:, :-1]
 
 
-def _pack(ids: Tensor, mask: Tensor, targets: Tensor) -> _PackedRow | None:
-    """Remove the padding of a batch. None if a row has gaps, or a target but no token before it.
+def rearranged(layout: Layout, ids: Tensor, mask: Tensor, targets: Tensor) -> Rearranged | None:
+    """Align or pack a padded batch. None if a row has gaps, or a target but no token before it.
 
-    Reads the host twice. Flash attention would do so in every layer without `cu_seq_lens_*` and `max_length_*`.
+    Reads the host once. Flash attention would do so in every layer of a packed row without `cu_seq_lens_*` and
+    `max_length_*`.
 
     Args:
         ids, mask: [B, T].
         targets: [B, T - 1], the ids after each token, or -100.
     """
     is_token = mask != 0
-    begins = is_token & ~nn.functional.pad(is_token, (1, 0))[:, :-1]
-    cannot = (begins.sum(1) > 1).any() | ((targets != -100) & ~is_token[:, :-1]).any()
-    *counts, cannot = torch.cat([is_token.sum(1), cannot[None]]).tolist()
-    lengths = [count for count in counts if count]
-    if cannot or not lengths:
+    rows, width = is_token.shape
+    starts_again = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, 0] > 1
+    cannot = (starts_again.any() | ((targets != -100) & ~is_token[:, :-1]).any())[None]
+    *counts, cannot = torch.cat([is_token.sum(1), cannot]).tolist()
+    lengths = torch.tensor([count for count in counts if count])
+    if cannot or not len(lengths):
         return None
-    places = is_token.flatten().nonzero()[:, 0]
+    longest, number = int(lengths.max()), int(lengths.sum())
+    positions = (is_token.cumsum(1) - 1).clamp(min=0)
+    if layout == "aligned":
+        shape = rows, longest
+        places = positions + torch.arange(rows, device=ids.device)[:, None] * longest
+    else:
+        shape = 1, number
+        places = (is_token.flatten().cumsum(0) - 1).clamp(min=0).view(rows, width)
 
-    def row(x: Tensor) -> Tensor:
-        return x.flatten()[places][None]
+    def moved(x: Tensor, empty: int) -> Tensor:
+        # Padding is written to a place behind the last, which is dropped.
+        end = shape[0] * shape[1]
+        flat = torch.full((end + 1,), empty, dtype=x.dtype, device=x.device)
+        return flat.scatter(0, torch.where(is_token, places, end).flatten(), x.flatten())[:end].view(shape)
 
-    offsets = nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(ids.device, torch.int32)
-    inputs = {
-        "input_ids": row(ids),
-        "position_ids": row(is_token.cumsum(1) - 1),
-        "cu_seq_lens_q": offsets,
-        "cu_seq_lens_k": offsets,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-        "use_cache": False,
-    }
-    return _PackedRow(inputs, row(nn.functional.pad(targets, (0, 1), value=-100)), places, ids.shape)
+    inputs: dict[str, Any] = {"input_ids": moved(ids, 0), "use_cache": False}
+    if layout == "aligned":
+        inputs["attention_mask"] = moved(mask, 0)
+    else:
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(ids.device, torch.int32)
+        inputs["position_ids"] = moved(positions, 0)
+        inputs |= {f"cu_seq_lens_{x}": offsets for x in "qk"} | {f"max_length_{x}": longest for x in "qk"}
+    return Rearranged(inputs, moved(nn.functional.pad(targets, (0, 1), value=-100), -100), places, is_token)

@@ -232,7 +232,7 @@ def log_probs_of(trainer: Any) -> Iterator[None]:
     present = [head for head in heads if head is not None]
     live: LiveAnswers = vars(trainer)[_LIVE]
     for head in present:
-        head.fused_lm_head = vars(trainer)[_LOG_PROBS]._replace(packs=live.skipping.packs)
+        head.fused_lm_head = vars(trainer)[_LOG_PROBS]._replace(layout=live.skipping.layout)
     try:
         yield
     finally:

@@ -33,6 +33,7 @@ from ..huggingface.rows import (
 )
 from .config import LOSS_TYPES, METHOD, check_wanted, wanted
 from .logs import method_before, replace_method
+from .model_forward import Layout
 from .row_checkpoint import LiveRows
 
 _COMPUTE_LOSS, _GENERATE, _PREPARE = "_compute_loss", "_generate_and_score_completions", "_prepare_inputs"
@@ -55,16 +56,15 @@ class Skipping(NamedTuple):
 
     `is_on`: answers whose gradient is 0 do not run. With `by_advantage`, those are answers with advantage 0. Otherwise,
     KL or an entropy bonus gives these a gradient, and only answers without unmasked tokens have none.
-    `crops`: the other answers are cropped to the longest of them, with `crops_prompts` also the padding of prompts.
-    `packs`: they run as one row without padding.
+    `crops`: the other answers are cropped to the longest of them.
+    `layout`: how a model runs them. All but "as given" removes the padding of prompts.
     `moves`: within an optimizer step, they are sorted by length, so that micro-batches have little padding.
     """
 
     is_on: bool = False
     by_advantage: bool = False
     crops: bool = False
-    crops_prompts: bool = False
-    packs: bool = False
+    layout: Layout = "as given"
     moves: bool = False
     description: str = ""  # for the line that the trainer prints
 
@@ -90,13 +90,17 @@ def skipping(trainer: Any, requested: bool | None, interaction: str | None) -> S
         return Skipping(description=f"{SKIP}=False{f' ({reason})' if value is None else ''}")
     length, order = _dependence_on_length(trainer), _dependence_on_order(trainer)
     models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
-    crops_prompts = not length and all(map(positions_are_relative, models))
-    packs = not length and all(map(may_be_packed, models))
+    layout: Layout = "aligned" if not length and all(map(positions_are_relative, models)) else "as given"
+    if layout == "aligned" and all(map(may_be_packed, models)):
+        layout = "packed"
     notes = [has_gradient] if has_gradient else []
-    notes += [f"padding kept: {length}"] if length else ["rows packed"] * packs or ["padding cropped"] * len(notes)
+    if length:
+        notes.append(f"padding kept: {length}")
+    elif layout == "packed" or has_gradient:
+        notes.append("rows packed" if layout == "packed" else "padding cropped")
     notes += [f"order kept: {order}"] if order else []
     description = f"{SKIP}={not has_gradient}" + (f" ({', '.join(notes)})" if notes else "")
-    return Skipping(True, not has_gradient, not length, crops_prompts, packs, not order, description)
+    return Skipping(True, not has_gradient, not length, layout, not order, description)
 
 
 def _has_gradient(trainer: Any) -> str | None:
@@ -170,28 +174,27 @@ def widths_of(mask: Tensor) -> Tensor:
     return (columns * (mask != 0)).amax(1)
 
 
-def rows_by_width(widths: Tensor) -> Tensor:
-    """Order the rows of an optimizer step by width, so that a micro-batch has little padding.
+def rows_by_length(lengths: Tensor) -> Tensor:
+    """Order the rows of an optimizer step by length, so that a micro-batch has little padding.
 
-    The k-th micro-batches of all ranks get rows of similar width. Rows that do not run come first, the widest rows
+    The k-th micro-batches of all ranks get rows of similar length. Rows that do not run come first, the longest rows
     last: ranks exchange gradients during the backward of the last micro-batch, which hides more of it if the
-    micro-batch is large. Rows of the same width stay in their order.
+    micro-batch is large. Rows of the same length stay in their order.
 
     Args:
-        widths: `widths_of` all rows, [ranks, micro-batches, rows].
+        lengths: of all rows, [ranks, micro-batches, rows]. Rows that do not run have length 0.
 
     Returns:
-        The old places of the rows in the flattened `widths`, [ranks, micro-batches * rows].
+        The old places of the rows in the flattened `lengths`, [ranks, micro-batches * rows].
     """
-    order = widths.flatten().argsort(stable=True).view(-1, len(widths))
-    order[1::2] = order[1::2].flip(1)  # otherwise the last rank would always get the widest row
+    order = lengths.flatten().argsort(stable=True).view(-1, len(lengths))
+    order[1::2] = order[1::2].flip(1)  # otherwise the last rank would always get the longest row
     return order.t()
 
 
-def padded_tokens(widths: Tensor, prompt: int, packs: bool = False) -> Tensor:
-    """Count the tokens of the slowest rank in each micro-batch, with prompts of `prompt` tokens: [micro-batches]."""
-    rows = (widths > 0).sum(2)
-    return (rows * prompt + (widths.sum(2) if packs else rows * widths.amax(2))).amax(0)
+def tokens_of_slowest(lengths: Tensor, packs: bool = False) -> Tensor:
+    """Count the tokens of the slowest rank in each micro-batch, with padding unless `packs`: [micro-batches]."""
+    return (lengths.sum(2) if packs else (lengths > 0).sum(2) * lengths.amax(2)).amax(0)
 
 
 class _Steps(TrainerCallback):
@@ -234,7 +237,7 @@ class LiveAnswers:
         self._defers = False  # the old log-probs of the rollout that is being made are computed later
         self._is_rollout = False  # the next log-probs are these old log-probs
         self._is_deferred = False  # the old log-probs of this rollout are computed later
-        self._orders: list[Tensor] = []  # of the rows of each optimizer step of this rollout, by `rows_by_width`
+        self._orders: list[Tensor] = []  # of the rows of each optimizer step of this rollout, by `rows_by_length`
         self._steps = _Steps(trainer, self._forget_rollout)
         trainer.add_callback(self._steps)
         self._replaced: dict[str, Any] = {}
@@ -296,7 +299,7 @@ class LiveAnswers:
         """Compute log-probs [B, C] and entropies [B, C] with the live rows of a batch. Other entropies are 0."""
         mask, live = loss_mask(batch), self._live(batch)
         prompt = input_ids.shape[1] - mask.shape[1]
-        rows, begin, width = self._extent(attention_mask[:, :prompt], mask, live)
+        rows, width = self._extent(mask, live)
         # Rows that do not run need a ratio of 1: 0 * exp(new - old) is NaN if the exponential overflows.
         full = batch.get(_OLD, torch.zeros(mask.shape, device=mask.device))
         if len(rows) == 0:
@@ -308,7 +311,7 @@ class LiveAnswers:
             full = full + 0 * log_probs.sum()
             place = None
         else:
-            ids, attended = (x[rows, begin : prompt + width] for x in (input_ids, attention_mask))
+            ids, attended = (x[rows, : prompt + width] for x in (input_ids, attention_mask))
             log_probs, entropy, *rest = self._replaced[METHOD](model, ids, attended, width, **options)
             place = rows[:, None], torch.arange(width, device=rows.device)
             full = full.to(log_probs.dtype).index_put(place, log_probs)
@@ -327,28 +330,25 @@ class LiveAnswers:
         prompt = input_ids.shape[1] - logits_to_keep
         mask = attention_mask[:, prompt:]
         parts = []
-        order = widths_of(mask).argsort(stable=True)
+        order = self._lengths(attention_mask[:, :prompt], mask).argsort(stable=True)
         for rows in order.split(batch_size):
             everything = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-            extent = self._extent(attention_mask[rows, :prompt], mask[rows], everything)
-            begin, width = extent[1], max(extent[2], 1)
-            ids, attended = (x[rows, begin : prompt + width] for x in (input_ids, attention_mask))
+            width = max(self._extent(mask[rows], everything)[1], 1)
+            ids, attended = (x[rows, : prompt + width] for x in (input_ids, attention_mask))
             log_probs = self._replaced[METHOD](model, ids, attended, width)[0]
             parts.append(nn.functional.pad(log_probs, (0, logits_to_keep - width)))
         return torch.cat(parts)[order.argsort()], None, None
 
-    def _extent(self, prompt_mask: Tensor, mask: Tensor, live: Tensor) -> tuple[Tensor, int, int]:
-        """Find the live rows, the first column of a prompt that one of them needs, and the width of their answers.
+    def _lengths(self, prompt_mask: Tensor, mask: Tensor) -> Tensor:
+        """Count the columns [B] that each row needs, if it runs alone."""
+        prompts = prompt_mask.shape[1] if self.skipping.layout == "as given" else prompt_mask.sum(1)
+        return prompts + widths_of(mask)
 
-        Reads the host once.
-        """
-        ones = torch.ones(1, dtype=torch.bool, device=mask.device)
-        prompts = torch.cat([(prompt_mask[:, :-1] * live[:, None]).any(0), ones])  # the last column always runs
-        answers = torch.cat([(mask * live[:, None]).any(0).flip(0), ones])
-        first, last, *runs = torch.cat([prompts.int().argmax(0, True), answers.int().argmax(0, True), live]).tolist()
+    def _extent(self, mask: Tensor, live: Tensor) -> tuple[Tensor, int]:
+        """Find the live rows, and the width of their answers. Reads the host once."""
+        width, *runs = torch.cat([(widths_of(mask) * live).amax(0, True), live]).tolist()
         rows = torch.tensor([i for i, run in enumerate(runs) if run], dtype=torch.long, device=mask.device)
-        begin = first if self.skipping.crops_prompts else 0
-        return rows, begin, mask.shape[1] - last if self.skipping.crops else mask.shape[1]
+        return rows, width if self.skipping.crops else mask.shape[1]
 
     def _log(self, batch: Mapping[str, Any]) -> None:
         """Log the share of rows that ran, and make means over tokens independent of the order of rows.
@@ -423,7 +423,7 @@ class LiveAnswers:
         return inputs
 
     def _sort_rows(self) -> bool:
-        """Sort the rows of each optimizer step of a new rollout by width.
+        """Sort the rows of each optimizer step of a new rollout by length.
 
         Returns:
             True if rows have moved to other ranks.
@@ -433,22 +433,22 @@ class LiveAnswers:
         if not (self.skipping.moves and self._steps_consist_of(per_update)):
             return False
         batches = trainer._buffered_inputs
-        widths = torch.stack([widths_of(loss_mask(batch)) * self._live(batch) for batch in batches])[None]
+        lengths = [self._lengths(batch[_PROMPTS[1]], loss_mask(batch)) * self._live(batch) for batch in batches]
+        lengths = torch.stack(lengths)[None]
         shares = False
         if trainer.accelerator.num_processes > 1 and self._can_share():
-            of_all = trainer.accelerator.gather(widths)  # [ranks, batches, rows]
-            alone, shared = torch.zeros((), device=widths.device), torch.zeros((), device=widths.device)
-            again = torch.zeros((), device=widths.device)  # tokens of `_forget_old_log_probs`
-            prompt = batches[0][_PROMPTS[0]].shape[1]
+            of_all = trainer.accelerator.gather(lengths)  # [ranks, batches, rows]
+            alone, shared = torch.zeros((), device=lengths.device), torch.zeros((), device=lengths.device)
+            again = torch.zeros((), device=lengths.device)  # tokens of `_forget_old_log_probs`
+            packs = self.skipping.layout == "packed"
             for i, part in enumerate(of_all.split(per_update, 1)):
-                packs = self.skipping.packs
-                alone += padded_tokens(part.flatten(1).sort(1).values.view_as(part), prompt, packs).sum()
-                cost = padded_tokens(part.flatten()[rows_by_width(part)].view_as(part), prompt, packs).sum()
+                alone += tokens_of_slowest(part.flatten(1).sort(1).values.view_as(part), packs).sum()
+                cost = tokens_of_slowest(part.flatten()[rows_by_length(part)].view_as(part), packs).sum()
                 shared += cost
                 again += cost * (i > 0 and _OLD in batches[0])
             shares = bool(3 * (alone - shared) > again)  # a forward and backward take as long as three forwards
-            widths = of_all if shares else widths
-        self._orders = [rows_by_width(part) for part in widths.split(per_update, 1)]
+            lengths = of_all if shares else lengths
+        self._orders = [rows_by_length(part) for part in lengths.split(per_update, 1)]
         self._reorder(self._orders)
         return shares
 

@@ -35,14 +35,15 @@ from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations.huggingface.rows import interaction_of_rows
-from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, model_forward, zero_advantage
+from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, zero_advantage
+from gspo_kernels.integrations.trl.model_forward import rearranged
 from gspo_kernels.integrations.trl.zero_advantage import (
     LiveAnswers,
     live_rows,
     loss_mask,
-    padded_tokens,
-    rows_by_width,
+    rows_by_length,
     skipping,
+    tokens_of_slowest,
 )
 
 METHOD = "_get_per_token_logps_and_entropies"
@@ -528,7 +529,9 @@ def rank_main(rank: int, folder: Path, kinds: tuple[str, ...]) -> None:
                     patch.setattr(LiveAnswers, "_can_defer", lambda self: False)
                 if kind == "KL":  # all answers run, and moving short ones to another rank would save little
                     costs = itertools.cycle((1.0, 0.0))  # alone, shared
-                    patch.setattr(zero_advantage, "padded_tokens", lambda *_, costs=costs: torch.tensor(next(costs)))
+                    patch.setattr(
+                        zero_advantage, "tokens_of_slowest", lambda *_, costs=costs: torch.tensor(next(costs))
+                    )
                 of_kind.append(updates(trainer, ours))
             if ours and kind != "equal rewards":
                 check_moves(trainer, rank)
@@ -568,13 +571,13 @@ def test_eight_ranks_run_hardly_more_tokens_than_the_live_answers_have() -> None
         live = (torch.rand(ranks, 4, generator=generator) < 0.5).repeat_interleave(8, 1)
         lengths = (350 * torch.randn(ranks, batches * rows, generator=generator).mul(0.6).exp()).clamp(1, 1000).long()
         widths = (live * lengths).view(ranks, batches, rows)
-        order = rows_by_width(widths)
+        order = rows_by_length(widths)
         assert torch.equal(order.flatten().sort()[0], torch.arange(widths.numel()))
         moved = widths.flatten()[order].view_as(widths)
         tokens = moved.sum((1, 2)).double()
         slowest.append((tokens.max() / tokens.mean()).item())
-        sorted_tokens += ranks * padded_tokens(moved, 0).sum().item() / widths.sum().item() / 100
-        unsorted_tokens += ranks * padded_tokens(widths, 0).sum().item() / widths.sum().item() / 100
+        sorted_tokens += ranks * tokens_of_slowest(moved).sum().item() / widths.sum().item() / 100
+        unsorted_tokens += ranks * tokens_of_slowest(widths).sum().item() / widths.sum().item() / 100
     assert max(slowest) < 1.1
     assert sorted_tokens < 1.35 and unsorted_tokens > 2
 
@@ -583,12 +586,10 @@ def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rollout has four updates, so the old log-probs of the last three batches are computed."""
-    calls: list[tuple[bool, int, int]] = []  # gradients, rows, tokens of the completion
+    calls: list[tuple[bool, int, int]] = []  # gradients, rows, tokens of the completions
 
     def recorded(hidden: Tensor, head: Any, targets: Tensor, **options: Any) -> Any:
-        mask = options.get("mask")
-        counted = targets != -100 if mask is None else mask != 0
-        calls.append((torch.is_grad_enabled(), len(targets), int(counted.any(0).sum())))
+        calls.append((torch.is_grad_enabled(), len(targets), int((targets != -100).sum())))
         return linear_log_probs(hidden, head, targets, **options)
 
     replace_log_probs(monkeypatch, recorded)
@@ -607,8 +608,7 @@ def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
     expected = []
     for batch in batches:
         live = live_rows(batch, "grpo")
-        width = batch["completion_mask"][live].any(0).sum().item() if live.any() else 1
-        expected.append((max(1, int(live.sum())), width))
+        expected.append((max(1, int(live.sum())), max(1, int(batch["completion_mask"][live].sum()))))
     assert min(rows for rows, _ in expected) < 4
     assert [call[1:] for call in calls if not call[0]] == expected[1:]
     assert [call[1:] for call in calls if call[0]] == expected
@@ -619,26 +619,28 @@ def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(
             assert torch.equal(trainer._gspo_live._old_log_probs(after | {"old_per_token_logps": old}), old)
 
 
-def test_batches_that_cannot_be_packed_run_with_their_padding() -> None:
+def test_tokens_are_aligned_or_packed_unless_rows_have_gaps() -> None:
     ids = torch.arange(2, 12).view(2, 5)
-    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
-    targets = torch.tensor([[-100, -100, 5, -100], [-100, 9, 10, 11]])
-    row = model_forward._pack(ids, mask, targets)
-    assert row is not None and row.inputs["input_ids"].tolist() == [[3, 4, 5, 7, 8, 9, 10, 11]]
-    assert row.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert row.inputs["cu_seq_lens_q"].tolist() == [0, 3, 8] and row.inputs["max_length_k"] == 5
-    assert row.targets.tolist() == [[-100, 5, -100, -100, 9, 10, 11, -100]]
-    assert row.padded(row.targets).tolist() == [[0, -100, 5, -100], [-100, 9, 10, 11]]
-    one = model_forward._pack(ids, mask * torch.tensor([[1], [0]]), torch.full((2, 4), -100))
+    mask = torch.tensor([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
+    targets = torch.tensor([[-100, -100, 5, -100], [-100, -100, 10, 11]])
+    aligned, packed = (rearranged(layout, ids, mask, targets) for layout in ("aligned", "packed"))
+    assert aligned is not None and packed is not None
+    assert aligned.inputs["input_ids"].tolist() == [[3, 4, 5, 0], [8, 9, 10, 11]]
+    assert aligned.inputs["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert aligned.targets.tolist() == [[-100, 5, -100, -100], [-100, 10, 11, -100]]
+    assert packed.inputs["input_ids"].tolist() == [[3, 4, 5, 8, 9, 10, 11]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert packed.inputs["cu_seq_lens_q"].tolist() == [0, 3, 7] and packed.inputs["max_length_k"] == 4
+    assert packed.targets.tolist() == [[-100, 5, -100, -100, 10, 11, -100]]
+    for batch in (aligned, packed):
+        assert batch.as_given(batch.targets).tolist() == [[0, -100, 5, -100], [0, -100, 10, 11]]
+    one = rearranged("packed", ids, mask * torch.tensor([[1], [0]]), torch.full((2, 4), -100))
     assert one is not None and one.inputs["cu_seq_lens_q"].tolist() == [0, 3]
     without_prompt = targets.clone()
     without_prompt[0, 0] = 3
-    for other, unpacked in (
-        (mask, without_prompt),
-        (mask * torch.tensor([1, 1, 0, 1, 1]), targets),
-        (0 * mask, targets),
-    ):
-        assert model_forward._pack(ids, other, unpacked) is None
+    with_gap = mask * torch.tensor([1, 1, 0, 1, 1])
+    for other, scored in ((mask, without_prompt), (with_gap, targets), (0 * mask, targets)):
+        assert rearranged("packed", ids, other, scored) is None
 
 
 @pytest.mark.parametrize("dead", [1, 2])
@@ -727,7 +729,7 @@ def test_settings_that_make_skipping_inexact_are_named(
             patch.setattr(owner, name, value, raising=False)
             patch.setattr(trainer.model.config, "_attn_implementation", "flash_attention_2")
             now = skipping(trainer, True, None)
-            assert now.by_advantage and now.moves and not (now.crops or now.crops_prompts or now.packs)
+            assert now.by_advantage and now.moves and not now.crops and now.layout == "as given"
             assert now.description == f"skip_zero_advantage=True (padding kept: {reason})"
     accelerate_trainer(trainer)
     assert capsys.readouterr().out.endswith("; skip_zero_advantage=True, " + NO_CHECKPOINTING)

@@ -37,8 +37,6 @@ from gspo_kernels.integrations.trl.trainer import log_probs_of
 CONFIGS: dict[str, dict[str, Any]] = {
     "gspo": {**SEQUENCE, "max_steps": 20, "learning_rate": 0.01},
     "gspo, delta, kl": {**SEQUENCE, "delta": 1.0006, "beta": 0.1, "use_bias_correction_kl": True},
-    "gspo, plain kl, LoRA": {**SEQUENCE, "beta": 0.1, "use_bias_correction_kl": False, "lora": ["q_proj"]},
-    "dr_grpo, entropy bonus": {"loss_type": "dr_grpo", "entropy_coef": 0.02},
     "sapo, high entropy": {"loss_type": "sapo", "top_entropy_quantile": 0.5},
     "temperature, off-policy mask": {**SEQUENCE, "temperature": 0.7, "off_policy_mask_threshold": 1e-4},
     "tool mask, advantages per token": {**SEQUENCE, "tools": True},
@@ -65,14 +63,11 @@ Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # log history 
 def train(name: str, ours: bool, folder: Path, **more: Any) -> Trained:
     """Return the log history and the trained parameters after a few steps of plain SGD."""
     options = {**CONFIGS[name], **more}
-    lora, tools = options.pop("lora", None), options.pop("tools", False)
+    tools = options.pop("tools", False)
     trainer_class: Any = GSPOTrainer if ours else GRPOTrainer
     if tools:
         trainer_class = type("TrainerWithTools", (WithTools, trainer_class), {})
-    peft_config = None
-    if lora:
-        peft_config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=lora, init_lora_weights=False)
-    trainer = make_trainer(trainer_class, checkpoint(folder / "model"), folder, peft_config, **options)
+    trainer = make_trainer(trainer_class, checkpoint(folder / "model"), folder, **options)
     trainer.train()
     parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return trainer.state.log_history, parameters

@@ -58,12 +58,14 @@ def test_divergences_equal_their_formulas(seed: int, form: tuple[str, str], spre
     mask = torch.rand(2, 3, generator=rng) < 0.8
     student, teacher = (x.log_softmax(-1).gather(-1, ids) for x in (z, full_q))
     expected, rest = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
+    limited = torch.zeros(2, 3, dtype=torch.bool)  # the tail's weight in the gradient
     for i, j in mask.nonzero().tolist():
         at = ids[i, j, here[i, j]]
         others = torch.ones(V, dtype=torch.bool).index_fill_(0, at, False)
         p, q = z[i, j].softmax(0), full_q[i, j].exp()
         expected[i, j] = formula(p[at], q[at], kind, tail, p[others].sum(), q[others].sum())
         rest[i, j] = p[others].sum().detach()
+        limited[i, j] = form == ("forward", "bucket") and q[others].sum() > 32 * rest[i, j]
     options: dict[str, Any] = dict(kind=kind, tail=tail, beta=BETA, mask=mask)
     read = here & mask[..., None]
     if absent == "ids":
@@ -75,7 +77,7 @@ def test_divergences_equal_their_formulas(seed: int, form: tuple[str, str], spre
     assert ((ours - expected).abs() <= FLOAT64_RELATIVE / rest).all()
     ones = torch.ones_like(ours)
     ours_grad, grad = (torch.autograd.grad(x, z, ones, retain_graph=True)[0] for x in (ours, expected + 0 * z.sum(-1)))
-    assert ((ours_grad - grad).abs() <= FLOAT64_RELATIVE / rest[..., None]).all()
+    assert ((ours_grad - grad).abs() <= FLOAT64_RELATIVE / rest[..., None])[~limited].all()
     if tail == "bucket" or (kind, tail) in (("generalized", "drop"), ("jensen-shannon", "drop")):
         assert (ours > -FLOAT64_RELATIVE).all()
     single = topk_divergence(student.float(), teacher.float(), **options)
@@ -98,7 +100,7 @@ def test_what_a_tail_does_to_a_student_that_equals_its_teacher(kind: str, tail: 
 @pytest.mark.parametrize(("kind", "tail"), FORMS)
 def test_extreme_probabilities_have_the_formulas_value_and_finite_gradients(kind: str, tail: str) -> None:
     inf = math.inf
-    rows = {  # student, teacher -> forward and reverse KL of the bucket, where they are not the formula's of the logs
+    rows = {  # student, teacher
         "probability 1": ([0.0, -inf], [0.0, -inf]),
         "rounded above 1": ([1e-7, -20.0], [1e-7, -20.0]),
         "teacher without a tail": ([-1.0, -2.0], [math.log(0.75), math.log(0.25)]),
@@ -118,8 +120,9 @@ def test_extreme_probabilities_have_the_formulas_value_and_finite_gradients(kind
         assert (value == inf) == (name == infinite), name
         assert name == infinite or d.isfinite().all(), name
     assert out[-1] == 0 and gradient[-1].abs().max() == 0
-    if tail == "bucket" and kind == "forward":  # the direction is right even where the tail is lost in rounding
-        assert gradient[3, 0] > 1e3
+    if (kind, tail) == ("forward", "bucket"):  # the tail is lost in rounding, but has a gradient: 32 p - q
+        expected = 32 * student[3].exp() - teacher[3].exp()
+        torch.testing.assert_close(gradient[3], expected.detach(), rtol=KEPT_VALUE_RELATIVE, atol=0)
 
 
 def test_a_confident_student_keeps_the_digits_of_its_tail() -> None:

@@ -40,6 +40,7 @@ def gspo_fused_loss(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    head_precision: str | None = None,
     objective: Objective = Objective(),  # noqa: B008 - frozen
     normalizer: float | Tensor | None = None,
     kl_normalizer: float | Tensor | None = None,
@@ -66,11 +67,11 @@ def gspo_fused_loss(
     Args:
         hidden: hidden states, [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t]
             predicts target_ids[t]. For a causal model, pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under
-            autocast, hidden and lm_head are cast as F.linear would cast them.
-        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If
-            accelerate has placed the module (`device_map`), all tensors are moved to its device, and the result is
-            moved to the device of hidden.
+            autocast, hidden and lm_head are cast as F.linear would cast them, unless head_precision is given.
+        lm_head: weight [V, H] in the dtype of hidden (or fp32, with head_precision), an `nn.Linear`, or an `nn.Linear`
+            wrapped by PEFT (LoRA, modules_to_save or trainable_token_indices). With trainable_token_indices, the weight
+            is copied. If accelerate has placed the module (`device_map`), all tensors are moved to its device, and the
+            result is moved to the device of hidden.
         target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
         advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. For a packed batch with N == S, [N] is
             read as per sequence. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over
@@ -90,7 +91,8 @@ def gspo_fused_loss(
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
             bonus. Tokens with weight 0 still count in the metrics and in the ratio of their sequence. Treated as a
             constant.
-        bias, logit_scale, logit_softcap, temperature, vocab_size: more options of the head, see `linear_log_probs`.
+        bias, logit_scale, logit_softcap, temperature, vocab_size, head_precision: more options of the head, see
+            `linear_log_probs`.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
         normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. For gradient accumulation, pass the number
             of sequences (or tokens) in the full optimizer step. The gradients of its micro-batches then add up to the
@@ -134,6 +136,7 @@ def gspo_fused_loss(
         logit_softcap=logit_softcap,
         temperature=temperature,
         vocab_size=vocab_size,
+        head_precision=head_precision,
         entropy=entropy,
         gradient_budget=gradient_budget,
         cache_mib=cache_mib,

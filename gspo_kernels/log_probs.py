@@ -32,6 +32,7 @@ def linear_log_probs(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    head_precision: str | None = None,
     entropy: bool = False,
     kept_sets: KeptSets | None = None,
     extra_ids: Tensor | None = None,
@@ -49,11 +50,12 @@ def linear_log_probs(
 
     Args:
         hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]; this
-            function does not shift them. Under autocast, hidden and lm_head are cast as F.linear would cast them.
-        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If
-            accelerate has placed the module (`device_map`), all tensors are moved to its device, and the result is
-            moved to the device of hidden.
+            function does not shift them. Under autocast, hidden and lm_head are cast as F.linear would cast them,
+            unless head_precision is given.
+        lm_head: weight [V, H] in the dtype of hidden (or fp32, with head_precision), an `nn.Linear`, or an `nn.Linear`
+            wrapped by PEFT (LoRA, modules_to_save or trainable_token_indices). With trainable_token_indices, the weight
+            is copied. If accelerate has placed the module (`device_map`), all tensors are moved to its device, and the
+            result is moved to the device of hidden.
         target_ids: [B, T] or [N] int64. Masked positions may hold any value, which is never used as an index.
         mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
             nothing.
@@ -62,6 +64,13 @@ def linear_log_probs(
         logit_softcap: c in c * tanh(logits / c) (Gemma 2); None: no soft-cap.
         temperature: divides the capped logits; a number, a 0-dim tensor, or one value per token.
         vocab_size: number of vocabulary columns that are not padding; later columns get probability 0. None: all V.
+        head_precision: "fp32" or "bf16x3": autocast does not round the operands, and lm_head may be fp32 while hidden
+            is bf16 or fp16. Each gradient has the dtype of its operand. "fp32" multiplies fp32 operands in fp32. With
+            "bf16x3", the Triton kernels use tensor cores: three bf16 products per logit (two if hidden is bf16), with
+            an error of 3e-5 nats in log-probs. In the backward, d_logits, weight and hidden are rounded to bf16, as
+            for a bf16 head, and sums are fp32. An inf in an operand gives NaN, and a gradient_budget leaves out
+            nothing. The torch backend multiplies in fp32 either way. If both operands are bf16, or both fp16 or fp64,
+            the option only keeps autocast from casting them: fp32 sums of their products are exact already.
         entropy: also return the entropy of each row's distribution, in nats, differentiable.
         kept_sets: the ids that the sampler kept for each token (top-k, top-p, min-p), which must contain its target id.
             Log-probs and entropies are then those of the softmax over these ids. No pass over the vocabulary is needed,
@@ -101,6 +110,7 @@ def linear_log_probs(
         logit_softcap=logit_softcap,
         temperature=temperature,
         vocab_size=vocab_size,
+        head_precision=head_precision,
         entropy=entropy,
         gradient_budget=gradient_budget,
         cache_mib=cache_mib,

@@ -127,6 +127,7 @@ def bound(head: HeadRows, backend: str, cache_bytes: int, frozen: bool = False, 
     wide = max(item, 4)
     # Both backends sum d_hidden in fp32; Triton rounds it in place. The torch backend gathers all rows.
     extra = wide - item if backend == "triton" else wide + item
+    extra += 10 if head.split else 0  # a copy in fp32 and three parts in bf16
     return Bound(
         gradients=(rows + (0 if frozen else _rows_of_weight(head))) * width * item,
         hidden_copies=rows * width * extra,

@@ -206,16 +206,15 @@ class TensorChecks(Checks):
         text = lambda: f"[V, H] with H = {width}"  # noqa: E731
         self.tensor("lm_head", weight, dtypes=FLOATS, shapes=[(None, width)], shape_text=text, device=device)
 
-    def head(self, weight: Any, bias: Any, hidden: Tensor) -> None:
+    def head(self, weight: Any, bias: Any, hidden: Tensor, has_precision: bool) -> None:
         """Check weight and bias of a head: shapes, and the dtype and device of `hidden`."""
         self.weight(weight, hidden)
         if weight.dtype != hidden.dtype:
             remedy = "autocast casts both, but never float64"
-            if weight.dtype == torch.float32 and hidden.dtype in HALF:
-                remedy = (
-                    "for a float32 head pass hidden.float(), or with fuse_head call "
-                    "lm_head.register_forward_pre_hook(lambda head, args: (args[0].float(),))"
-                )
+            if has_precision:
+                remedy = "or float32 for bfloat16 or float16 hidden states"
+            elif weight.dtype == torch.float32 and hidden.dtype in HALF:
+                remedy = "for a float32 head pass head_precision='fp32'"
             expected = f"of the dtype of hidden ({dtype_name(hidden.dtype)}; {remedy})"
             self.fail("lm_head", expected, dtype_name(weight.dtype), TypeError)
         if bias is not None:

@@ -49,6 +49,11 @@ PLAIN_ORDERS = {torch.float32: 4}
 # Error of log-probs on a CPU, for |logit| <= 30 and H <= 4096: standard deviation and bias per token.
 LOG_PROB_STD = 1e-5
 LOG_PROB_BIAS = 2e-6
+# RMS error of log-probs if fp32 operands are split into two bf16 numbers ("bf16x3"). Rounding to bf16 has a relative
+# RMS error of 1.7e-3. A product of the sums hi + lo lacks lo lo and has two rounded lo, each (1.7e-3)^2 of it. So a
+# logit is off by sqrt(3) (1.7e-3)^2 = 5e-6 times the standard deviation of logits. If |logit| <= 30 is six standard
+# deviations, that is 2.5e-5. The limit is twice as large, because terms of a logit may be correlated.
+LOG_PROB_RMS_BF16X3 = 5e-5
 # Relative RMS error of sums of half-precision products that are accumulated in fp32. Sums rounded to fp16 would have an
 # error of 2e-4, and sums rounded to bf16 an error of 1.7e-3.
 ACCUMULATED_IN_FP32 = 1e-4

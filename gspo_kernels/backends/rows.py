@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .workspace import DEFAULT_WORKSPACE
@@ -35,6 +36,14 @@ class HeadRows(NamedTuple):
     # its first column.
     shard: str = ""
     workspace: int = DEFAULT_WORKSPACE  # limit for temporary tensors, in bytes
+    # Triton only: fp32 operands that are split into two bf16 numbers each (`triton/split.py`): "", "weight" if hidden
+    # states are bf16 numbers, or "both".
+    split: str = ""
+
+    @property
+    def kernel_dtype(self) -> torch.dtype:
+        """The dtype in which the Triton kernels multiply operands and keep exponentials."""
+        return torch.bfloat16 if self.split else self.hidden.dtype
 
 
 class HeadResult(NamedTuple):
@@ -110,7 +119,7 @@ class Cached(NamedTuple):
 
     place: Tensor  # [N] int64: index of each row of the batch among the n rows; arbitrary for masked rows
     tile_mass: Tensor  # [tiles of all ranks, n]: probability of each tile, without the target's column
-    exponentials: Tensor  # [C, columns], in the dtype of hidden: E = exp(logit - top), 0 in the target's column
+    exponentials: Tensor  # [C, columns], in the dtype of the operands: E = exp(logit - top), 0 in the target's column
     top: Tensor  # [tiles, n]: largest logit of each tile, without the target's column
     n_cached: Tensor  # [1] or [0] int64: number of rows in `exponentials`; their places are 0 to n_cached - 1
 

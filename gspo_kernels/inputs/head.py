@@ -17,8 +17,10 @@ from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
 from ..ranks.dtensors import is_dtensor, local_hidden, local_rows
 from ..ranks.shards import Shard, columns_over, shard_over
-from ..validation import FLOATS, TensorChecks, Unquoted, positive, up_to_five
+from ..validation import FLOATS, HALF, TensorChecks, Unquoted, positive, up_to_five
 from .lm_head import Head, HeadModules, resolve, weight_of
+
+HEAD_PRECISIONS = ("fp32", "bf16x3")  # the values of `head_precision` besides None
 
 
 class HeadArguments(NamedTuple):
@@ -37,6 +39,7 @@ class HeadArguments(NamedTuple):
     gradient_budget: float
     cache_mib: float | None
     backend: str
+    head_precision: str | None = None
     tp_group: Any = None  # a process group of several ranks
     reduce_hidden: str = "all"
 
@@ -61,6 +64,9 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
         hidden = local_hidden(check, hidden, tp_group)
     check.budget(arguments.gradient_budget)
     check.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
+    precision = arguments.head_precision
+    if precision is not None:
+        check.choice("head_precision", precision, HEAD_PRECISIONS)
     text = "[B, T, H] or [N, H]"
     check.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
     shape, device = hidden.shape[:-1], hidden.device
@@ -75,6 +81,9 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
         rows = sum_gradient(rows, tp_group)
     lm_head, bias = arguments.lm_head, arguments.bias
     whole_weight = weight_of(lm_head)
+    from_bf16 = rows.dtype == torch.bfloat16
+    if precision is not None and rows.dtype in HALF and getattr(whole_weight, "dtype", None) == torch.float32:
+        rows = rows.float()
     if isinstance(lm_head, HeadModules):
         head = resolve(check, lm_head, bias, rows, mask.reshape(-1), tp_group)
     else:
@@ -82,10 +91,15 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
             weight=local_rows(lm_head) if is_dtensor(lm_head) else lm_head,
             bias=local_rows(bias) if is_dtensor(bias) else bias,
         )
-    rows, weight, bias = _autocast(rows, head.weight, head.bias)
-    check.head(weight, bias, rows)
+    weight, bias = head.weight, head.bias
+    if precision is None:
+        rows, weight, bias = _autocast(rows, weight, bias)
+    check.head(weight, bias, rows, has_precision=precision is not None)
     weight_item = head.weight.element_size() if weight.dtype != head.weight.dtype else 0
     backend = pick_backend(check, arguments.backend, device, rows.dtype)
+    split = ""
+    if precision == "bf16x3" and rows.dtype == torch.float32 and backend == "triton":
+        split = "weight" if from_bf16 else "both"
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
     columns = weight.shape[0] if tp_group is None else columns_over(tp_group, whole_weight)
     check.logit_options(arguments.logit_scale, softcap, vocab_size, columns)
@@ -110,6 +124,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
         vocab_size=columns,
         entropy=arguments.entropy,
         workspace=workspace_bytes(),
+        split=split,
     )
     if tp_group is not None:
         checked = _of_shard(checked, shard_over(tp_group, whole_weight, columns))

@@ -151,7 +151,9 @@ KINDS: list[list[Any]] = [
     kind(T_, "[V, H] with H = 4", "list", autocast=True, lm_head=[[0.0] * H] * V),
     kind(V_, "[V, H] with H = 4", "[4, 7]", lm_head=torch.ones(H, V)),
     kind(T_, "float32", "bfloat16", lm_head=torch.ones(V, H, dtype=torch.bfloat16)),
-    kind(T_, "pass hidden.float()", "float32", name="lm_head", hidden=torch.ones(B, T, H, dtype=torch.float16)),
+    kind(T_, "float32", "bfloat16", name="lm_head", lm_head=torch.ones(V, H).bfloat16(), head_precision="fp32"),
+    kind(T_, "head_precision='fp32'", "float32", name="lm_head", hidden=torch.ones(B, T, H, dtype=torch.float16)),
+    kind(V_, "one of 'fp32', 'bf16x3'", "'tf32'", head_precision="tf32"),
     kind(T_, "dtype", "float64", autocast=True, lm_head=torch.ones(V, H, dtype=torch.float64)),
     kind(V_, "unsharded weight", "empty tensor [0]", lm_head=torch.ones(0)),
     # ZeRO-3 puts hooks on every module.

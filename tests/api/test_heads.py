@@ -308,6 +308,31 @@ def test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else(bias
         assert torch.equal(grad, cast_grads[name].float()), name
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("head_kind", ["linear", "lora"])
+def test_an_fp32_head_of_bf16_hidden_states_equals_one_of_widened_hidden_states(
+    head_kind: str, compiled: bool, backend: str
+) -> None:
+    head = plain_or_lora(head_kind)
+    ids, mask = targets_and_mask()
+
+    def log_probs(hidden: Tensor, **options: Any) -> Tensor:
+        return linear_log_probs(hidden, head, ids, mask=mask, logit_softcap=3.0, backend=backend, **options).log_probs
+
+    hidden = hidden_states(torch.bfloat16)
+    function = torch.compile(log_probs, backend="aot_eager", fullgraph=True) if compiled else log_probs
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = function(hidden, head_precision="fp32")
+    grads = gradients(ours, {"hidden": hidden, **trained(head)})
+    wide = hidden.detach().float().requires_grad_()
+    expected = log_probs(wide)
+    assert torch.equal(ours, expected)
+    wide_grads = gradients(expected, {"hidden": wide, **trained(head)})
+    for name, grad in grads.items():
+        assert torch.equal(grad, wide_grads[name].to(grad.dtype)), name
+        assert grad.dtype == (torch.bfloat16 if name == "hidden" else torch.float32)
+
+
 @pytest.mark.parametrize("head_kind", ["linear", "lora"])
 def test_a_backward_inside_autocast_equals_one_outside(head_kind: str, backend: str) -> None:
     head = plain_or_lora(head_kind)

@@ -53,6 +53,7 @@ def log_probs_and_gradients(head: Any, upstream: Any, backend: str, cache_bytes:
     ("dtype", "options"),
     [
         *(("bf16", head) for head in HEADS),
+        *(("bf16x3", head) for head in ("tail", "adapter")),
         *(slow("fp32", head) for head in HEADS),
         slow("fp64", "tail"),
         slow("fp16", "tail"),
@@ -62,13 +63,14 @@ def log_probs_and_gradients(head: Any, upstream: Any, backend: str, cache_bytes:
 def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
     dtype: str, options: str, backend: str
 ) -> None:
-    head = random_head(300, 24, 410, DTYPES[dtype], **HEADS[options])
+    head = random_head(300, 24, 410, DTYPES.get(dtype, torch.float32), **HEADS[options])
+    head = head._replace(split="both" if dtype == "bf16x3" and backend == "triton" else "")
     upstream = random_upstream(head)
     none = log_probs_and_gradients(head, upstream, backend, 0)
     truth = by_torch(head, upstream, torch.float64)
-    same = by_torch(head, upstream, DTYPES[dtype])
+    same = by_torch(head, upstream, head.kernel_dtype)
     kernels = dispatch.implementation(backend)
-    itemsize = DTYPES[dtype].itemsize
+    itemsize = head.kernel_dtype.itemsize
     for size in (140 * 512 * itemsize, 1 << 24):  # a row block or two, and all rows
         assert 0 < kernels.cache_rows(head, size)
         ours = log_probs_and_gradients(head, upstream, backend, size)

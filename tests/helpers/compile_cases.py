@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 adapter": dict(rank=64),
     "bf16 everything": dict(entropy=True, rank=64, **_LOGIT_OPTIONS),
     "bf16 ragged": dict(width=2881, vocab=50_257),
+    "bf16x3": dict(dtype=torch.float32, split="both"),  # the kernels of bf16 heads, as is the next
+    "bf16x3 everything": dict(dtype=torch.float32, split="both", entropy=True, rank=64, **_LOGIT_OPTIONS),
     "fp16": dict(dtype=torch.float16),
     "fp16 everything": dict(dtype=torch.float16, entropy=True, rank=64, **_LOGIT_OPTIONS),
     "fp32": dict(dtype=torch.float32),
@@ -54,6 +56,7 @@ CELL_CASES: dict[str, dict[str, Any]] = {
 CACHE_CASES: dict[str, dict[str, Any]] = {
     "bf16 cache": {},
     "bf16 cache tail": dict(entropy=True, **_LOGIT_OPTIONS),
+    "bf16x3 cache": dict(dtype=torch.float32, split="both"),
     "fp16 cache": dict(dtype=torch.float16),
     "fp32 cache": dict(dtype=torch.float32),
     "fp64 cache": dict(dtype=torch.float64),
@@ -129,6 +132,7 @@ def meta_head(
     temperature: bool = False,
     logit_softcap: float | None = None,
     entropy: bool = False,
+    split: str = "",
 ) -> HeadRows:
     """Make a head on meta tensors. `rank`: rank of the LoRA adapter; 0: no adapter."""
 
@@ -149,6 +153,7 @@ def meta_head(
         logit_softcap,
         vocab,
         entropy,
+        split=split,
     )
 
 

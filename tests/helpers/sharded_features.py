@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers.samples import Sample, make_sample, run_fused
 from helpers.sharded_cases import Context, assert_equals_one_process, case, relative
 from helpers.sharded_runs import Groups, contiguous, of_every_rank, rank_in, run_sharded, shard_rows
-from tolerance import EQUAL_TOKENS_RELATIVE, SHARDED_EQUAL_TOKENS_RELATIVE, SHARDED_GRADIENT_RELATIVE
+from tolerance import EQUAL_TOKENS_RELATIVE, FUNCTION_RELATIVE, SHARDED_EQUAL_TOKENS_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
@@ -134,6 +134,24 @@ for _reduce in ("all", "none"):
             dist.all_reduce(d_h, group=group)
         for ours, theirs in zip((lp, d_h, d_a, d_b), (*one[:3], shard_rows(one[3], group)), strict=True):
             assert relative(ours, theirs) <= SHARDED_GRADIENT_RELATIVE
+
+
+@case("tp 2 of a split head", 2)
+def _split(context: Context) -> None:
+    """Shards begin at tiles, so log-probs and the local d_logits have the same bits as in one process."""
+    group = context.group(2)
+    hidden, weight, ids = rows(512)
+    results = []
+    for options in ({}, {"tp_group": group}):
+        w = (shard_rows(weight, group) if options else weight).clone().requires_grad_()
+        h = hidden.clone().requires_grad_()
+        out = linear_log_probs(h, w, ids, head_precision="bf16x3", backend="triton", **options).log_probs
+        grads = torch.autograd.grad(out.square().sum(), (h, w))
+        results.append((out, grads[0], grads[1] if options else shard_rows(grads[1], group)))
+    (one, *grads), (lp, *shard_grads) = results
+    assert torch.equal(lp, one)
+    for ours, theirs in zip(shard_grads, grads, strict=True):
+        assert relative(ours, theirs) <= FUNCTION_RELATIVE
 
 
 @case("tp 2 compiled", 2)

@@ -12,15 +12,17 @@ from helpers.marks import slow
 from tolerance import (
     DIVERGENCE_BAND,
     LOG_PROB_BIAS,
+    LOG_PROB_RMS_BF16X3,
     LOG_PROB_RMS_ON_GPUS,
     LOG_PROB_STD,
+    RELATIVE_RMS,
     SHARE_ABSOLUTE,
     decision_band,
     truncation,
 )
 from torch import Tensor
 
-from gspo_kernels import Objective
+from gspo_kernels import KeptSets, Objective
 from gspo_kernels.validation import ROUNDING
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -110,6 +112,69 @@ def test_log_probs_of_large_heads_are_near_float64(
     else:
         limit = LOG_PROB_RMS_ON_GPUS + truncation(DEVICE, dtype, hidden_size, logits.abs().max().item())
         assert error.square().mean().sqrt() <= limit
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16x3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, slow(torch.float16)], ids=["fp32", "bf16", "fp16"])
+def test_autocast_does_not_round_an_fp32_head(dtype: torch.dtype, precision: str, backend: str) -> None:
+    """With operands rounded to bf16, log-probs would be off by 1e-2. Logits are at most 30."""
+    rng = torch.Generator().manual_seed(3)
+    width, vocab, rows = 1024, 300, 60
+    hidden = torch.randn(rows, width, generator=rng).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, generator=rng) * 5 / width**0.5).requires_grad_()
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    log_p = torch.log_softmax(wide[0] @ wide[1].T, -1)
+    ids, extra = sample_ids(log_p.detach(), rng), torch.randint(vocab, (rows, 2), generator=rng)
+    truth = log_p.gather(-1, ids[:, None])[:, 0]
+    kept = KeptSets.from_padded(torch.stack([ids, (ids + 1) % vocab], 1), fill=-1)
+    truth_kept = truth - log_p.gather(-1, kept.ids.view(rows, 2)).logsumexp(1)
+    d_log_probs = torch.randn(rows, generator=rng)
+    truth.backward(d_log_probs.double())
+    options: dict[str, Any] = dict(head_precision=precision, backend=backend)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        out = linear_log_probs(hidden, weight, ids, extra_ids=extra, **options)
+        alone = linear_log_probs(hidden[7:30], weight, ids[7:30], **options).log_probs
+        of_sets = linear_log_probs(hidden, weight, ids, kept_sets=kept, **options).log_probs
+        offsets, advantages = torch.tensor([0, 25, rows]), torch.ones(2)
+        old = out.log_probs.detach()
+        loss = gspo_fused_loss(hidden, weight, ids, advantages, cu_seqlens=offsets, old_log_probs=old, **options)
+    assert torch.equal(alone, out.log_probs[7:30]) and torch.equal(loss.log_probs, old)
+    assert (loss.log_ratio == 0).all()
+    is_split = precision == "bf16x3" and backend == "triton"
+    limit = LOG_PROB_RMS_BF16X3 if is_split else LOG_PROB_STD
+    if DEVICE.type != "cpu" and is_split:
+        limit += truncation(DEVICE, torch.bfloat16, width, 30.0)
+    assert out.extra_log_probs is not None
+    pairs = [(out.log_probs, truth), (out.extra_log_probs, log_p.gather(-1, extra)), (of_sets, truth_kept)]
+    for ours, true in pairs:
+        assert (ours.double() - true).square().mean().sqrt() <= limit
+    out.log_probs.backward(d_log_probs.to(out.log_probs))
+    for x, true, rounds in ((hidden, wide[0], is_split or dtype != torch.float32), (weight, wide[1], is_split)):
+        assert x.grad is not None and true.grad is not None and x.grad.dtype == x.dtype
+        error = (x.grad.double() - true.grad).norm() / true.grad.norm()
+        assert error <= RELATIVE_RMS[torch.bfloat16 if rounds else torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_half_precision_head_is_an_fp32_head_of_its_operands(dtype: torch.dtype, backend: str) -> None:
+    """Products of half-precision numbers are exact in fp32. PyTorch adds them in the same order as fp32 operands.
+
+    Kernels for fp32 have other tiles, so only the order of additions differs.
+    """
+    rng = torch.Generator().manual_seed(4)
+    rows, vocab = (60, 601) if backend == "triton" else (200, 5003)
+    hidden = torch.randn(rows, 896, generator=rng).to(dtype)
+    weight = (torch.randn(vocab, 896, generator=rng) * 5 / 896**0.5).to(dtype)
+    ids = torch.randint(vocab, (rows,), generator=rng)
+    half, single = (
+        linear_log_probs(h, w, ids, backend=backend) for h, w in ((hidden, weight), (hidden.float(), weight.float()))
+    )
+    difference = (half.log_probs - single.log_probs).double()
+    if backend == "torch" and DEVICE.type == "cpu":
+        assert not difference.any()
+    else:
+        limit = 2 * LOG_PROB_STD + truncation(DEVICE, dtype, 896, 30.0)
+        assert difference.square().mean().sqrt() <= limit
 
 
 @by_dtype

@@ -87,6 +87,8 @@ def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | No
                     plain, skewed, ragged = samples
                     stages += [lambda: _check_many_tiles(device, dtype), plain.backward, plain.backward_from_cache]
                     stages += [skewed.budget, skewed.budget_from_cache, ragged.backward, plain.pairs, ragged.pairs]
+                    if dtype == torch.float32:
+                        stages.append(_Check(device, dtype, "ragged", seen, split="both").backward_from_cache)
                 for stage in stages:
                     seen.clear()
                     stage()
@@ -151,12 +153,14 @@ class _Check:
     `launched` lists the launches that may have caused a wrong result. It is cleared after every correct result.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, kind: str, launched: list[Launch]) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, kind: str, launched: list[Launch], split: str = ""
+    ) -> None:
         self.device = device
-        self.dtype = dtype
         self.launched = launched
         self.sample = make_sample(kind, dtype)
-        self.head = _to(self.sample.head, device)
+        self.head = _to(self.sample.head, device)._replace(split=split)
+        self.dtype = self.head.kernel_dtype  # of the limits
         self.d_log_probs = self.sample.d_log_probs.to(device)
 
     def backward(self, cache: Cache | None = None) -> None:

@@ -76,10 +76,10 @@ def _sums_in_kernels(rows: GradientRows) -> bool:
     """True if all columns must be computed as cells, so that our own kernels sum the products in fp32.
 
     PyTorch would instead multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). The
-    cell kernels do not support a bias, an adapter or a gradient of the entropy.
+    cell kernels do not support a bias, an adapter, a split weight or a gradient of the entropy.
     """
     head = rows.head
-    is_plain = head.bias is None and head.adapter_weight is None and rows.d_entropy is None
+    is_plain = head.bias is None and head.adapter_weight is None and not head.split and rows.d_entropy is None
     return is_plain and rows.index.shape[0] > 0 and multiplies_copies(head)
 
 
@@ -127,16 +127,20 @@ class _Gradients:
         if d_weight is not None and d_weight.dtype != self.dtype and not self.direct:
             # The sum over chunks, in full precision. It is rounded once, after the last chunk.
             total = d_weight.new_empty(high - low, self.width, dtype=self.dtype)
+        slab = self.rows.slab(low, high, self.config)
         for start in range(0, self.n, self.chunk):
-            self._add_chunk(slice(start, min(start + self.chunk, self.n)), low, high, total)
+            self._add_chunk(slab, slice(start, min(start + self.chunk, self.n)), low, high, total)
         if d_weight is not None and total is not None and total is not d_weight:
             d_weight.copy_(total if self.rows.boost is None else total.div_(self.rows.boost))
 
-    def _add_chunk(self, chunk: slice, low: int, high: int, d_weight: Tensor | None) -> None:
+    def _add_chunk(self, slab: GradientRows, chunk: slice, low: int, high: int, d_weight: Tensor | None) -> None:
         """Add the contribution of one chunk of rows. `d_weight` is the slab [high - low, H]."""
         rows, head = self.rows, self.rows.head
         hidden = rows.hidden(chunk) if self.hidden is None else self.hidden[chunk]
-        d_z = gradient_of_tiles(rows, hidden, chunk, low, high, self.config, self.unrounded)
+        columns = slice(0, high - low) if head.split else slice(low, high)  # in the weight of `slab`
+        d_z = gradient_of_tiles(slab, hidden, chunk, columns.start, columns.stop, self.config, self.unrounded)
+        # If split, the last parts, which are the operands rounded to bf16.
+        hidden, weight = hidden[:, -self.width :], slab.head.weight[columns, -self.width :]
         if self.d_bias is not None:
             self.d_bias[low:high] += d_z.sum(0)
         if self.d_ah is not None and head.adapter_weight is not None:
@@ -149,7 +153,7 @@ class _Gradients:
         if self.unrounded:
             d_z = round_to_operands(d_z, rows)
         if self.gathered is not None:
-            add_product(self.gathered[chunk], d_z, head.weight[low:high], first=low == 0)
+            add_product(self.gathered[chunk], d_z, weight, first=low == 0)
         if d_weight is not None and self.direct:
             write_product(d_weight, d_z.t(), hidden)
         elif d_weight is not None:

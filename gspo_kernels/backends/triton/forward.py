@@ -42,6 +42,8 @@ from .logit_tile import (
     triton_type,
 )
 from .reduce_rows import reduce_rows
+from .slabs import slabs_of_forward
+from .split import slab_of, split_rows
 from .tuning import REDUCE_ROWS, REDUCE_TILES, tile_config
 
 
@@ -192,22 +194,27 @@ def forward_and_cache(head: HeadRows, tile_mass: bool = False, cache: Cache | No
         tile_entropy=torch.empty(tiles, n, dtype=dtype, device=device) if head.entropy else None,
         target_logit=torch.full((n,), math.nan, dtype=dtype, device=device),
     )
-    exponentials: Any = cached.exponentials if cache else None
-    if cache and config.descriptors:
-        exponentials = TensorDescriptor.from_tensor(exponentials, [config.block_n, config.block_v])
-    launch(
-        forward_tile,
-        row_blocks * tiles,
-        config,
-        **tile_arguments(head, gather_rows(head.hidden, order), config),
-        **tile_results,
-        exponentials=exponentials,
-        n_cached=cached.n_cached if cache else None,
-        stride_exponentials=cached.exponentials.stride(0),
-        target_ids=head.target_ids,
-        row_blocks=row_blocks,
-        column_blocks=tiles,
-    )
+    hidden = split_rows(gather_rows(head.hidden, order), head.split)
+    for low, high in slabs_of_forward(head, config):
+        slab = slab_of(head, low, high)
+        first, column_blocks = low // config.block_v, -(-(high - low) // config.block_v)
+        of_tiles = {name: x[first:] for name, x in tile_results.items() if x is not None and x.ndim == 2}
+        exponentials: Any = cached.exponentials[:, low:] if cache else None
+        if cache and config.descriptors:
+            exponentials = TensorDescriptor.from_tensor(exponentials, [config.block_n, config.block_v])
+        launch(
+            forward_tile,
+            row_blocks * column_blocks,
+            config,
+            **tile_arguments(slab, hidden, config),
+            **tile_results | of_tiles,
+            exponentials=exponentials,
+            n_cached=cached.n_cached if cache else None,
+            stride_exponentials=cached.exponentials.stride(0),
+            target_ids=slab.target_ids,
+            row_blocks=row_blocks,
+            column_blocks=column_blocks,
+        )
     if head.shard:
         tiles = _add_other_ranks(head.shard, tile_results, config.block_v, cached.tile_mass if tile_mass else None)
     launch(
@@ -266,7 +273,7 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Number of rows whose exponentials fit into `cache_bytes`, a multiple of the forward's row block."""
     config = tile_config(head, "forward")
     columns = -(-widest_shard(head) // config.block_v) * config.block_v
-    fit = cache_bytes // (config.block_n * columns * head.hidden.dtype.itemsize)
+    fit = cache_bytes // (config.block_n * columns * head.kernel_dtype.itemsize)
     # Under torch.compile, `min` would compile two graphs: for batches that fit and for batches that do not.
     blocks: Any = torch.sym_min(fit, -(-head.hidden.shape[0] // config.block_n))
     return blocks * config.block_n
@@ -283,7 +290,7 @@ def empty_cached(head: HeadRows, tile_mass: bool, cache_rows: int) -> Cached:
     return Cached(
         place=make(n if tile_mass or cache_rows else 0, dtype=torch.int64),
         tile_mass=make((tiles_of_all_ranks(head, config.block_v), n) if tile_mass else (0, 0), dtype=dtype),
-        exponentials=make((cache_rows, tiles * config.block_v) if cache_rows else (0, 0), dtype=head.hidden.dtype),
+        exponentials=make((cache_rows, tiles * config.block_v) if cache_rows else (0, 0), dtype=head.kernel_dtype),
         top=make((tiles, n) if cache_rows else (0, 0), dtype=dtype),
         n_cached=make(1 if cache_rows else 0, dtype=torch.int64),
     )
@@ -292,9 +299,9 @@ def empty_cached(head: HeadRows, tile_mass: bool, cache_rows: int) -> Cached:
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:
     """Shape (rows, columns) of a cell, the unit that a backward may leave out.
 
-    Rows are a row block of the backward, columns a tile of the forward. None for a head with a bias or an adapter,
-    whose gradients have no block-sparse kernels.
+    Rows are a row block of the backward, columns a tile of the forward. None for a head with a bias or an adapter or a
+    split weight, whose gradients have no block-sparse kernels.
     """
-    if head.bias is not None or head.adapter_weight is not None:
+    if head.bias is not None or head.adapter_weight is not None or head.split:
         return None
     return tile_config(head, "gradient").block_n, tile_config(head, "forward").block_v

@@ -5,7 +5,7 @@ A slab is a range of vocabulary columns, a chunk is a range of rows. `cells/` de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .cached_tile import launch_cached_tile
 from .gradient_tile import gradient_tile
 from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
+from .split import slab_of, split_rows
 from .tuning import Config
 
 # Compiled variants of `gradient_tile` for cells, once the kernels of the corresponding dense backward are loaded.
@@ -54,10 +55,22 @@ class GradientRows:
     n_cached: Tensor | None  # []: number of leading rows of `index` whose exponentials are cached, if any are
 
     def hidden(self, rows: slice) -> Tensor:
-        """Gather the hidden states of a chunk, `index[rows]`, [rows, H]."""
+        """Gather the hidden states of a chunk, `index[rows]`, [rows, H], or their parts if they are split."""
         if self.index_is_all_rows:
-            return gather_rows(self.head.hidden[rows], None)
-        return self.zero_rows_without_gradient(gather_rows(self.head.hidden, self.index[rows]), rows)
+            hidden = gather_rows(self.head.hidden[rows], None)
+        else:
+            hidden = self.zero_rows_without_gradient(gather_rows(self.head.hidden, self.index[rows]), rows)
+        return split_rows(hidden, self.head.split)
+
+    def slab(self, low: int, high: int, config: Config) -> GradientRows:
+        """`split.slab_of`, with its part of the cache."""
+        if not self.head.split:
+            return self
+        cached = self.cached
+        if cached is not None:
+            top = cached.top[low // config.block_v :]
+            cached = cached._replace(exponentials=cached.exponentials[:, low:], top=top)
+        return replace(self, head=slab_of(self.head, low, high), cached=cached)
 
     def zero_rows_without_gradient(self, x: Tensor, rows: slice) -> Tensor:
         """Set gathered rows without a gradient to 0, in place, because they may hold NaN.
@@ -120,7 +133,7 @@ def _zero_dead_rows(head: HeadRows, has_gradient: Tensor) -> HeadRows:
 
 def torch_rounds(head: HeadRows) -> bool:
     """True if torch must round d_logits, because Triton's interpreter truncates to bf16."""
-    return INTERPRETED and head.hidden.dtype == torch.bfloat16
+    return INTERPRETED and head.kernel_dtype == torch.bfloat16
 
 
 def may_read(x: Tensor) -> bool:
@@ -202,7 +215,7 @@ def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
 
 def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:
     """Multiply unrounded d_logits by `rows.boost`, in place, and round them to the operands' dtype."""
-    return (d_logits if rows.boost is None else d_logits.mul_(rows.boost)).to(rows.head.hidden.dtype)
+    return (d_logits if rows.boost is None else d_logits.mul_(rows.boost)).to(rows.head.kernel_dtype)
 
 
 def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:

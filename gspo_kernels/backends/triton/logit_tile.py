@@ -233,7 +233,8 @@ def _aligned(x: Tensor) -> bool:
 
 def straighten(head: HeadRows, config: Config) -> HeadRows:
     """Make target ids contiguous, align the rows of a weight that is read by descriptors, and widen a 16-bit bias."""
-    weight = gather_rows(head.weight[: head.vocab_size], None) if config.descriptors else head.weight
+    align = config.descriptors and not head.split  # `split.py` aligns the parts
+    weight = gather_rows(head.weight[: head.vocab_size], None) if align else head.weight
     bias = None if head.bias is None else head.bias.to(accumulator(head.bias.dtype))  # loads of two bytes are slow
     return head._replace(weight=weight, bias=bias, target_ids=head.target_ids.contiguous())
 

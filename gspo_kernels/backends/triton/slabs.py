@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..precision import bytes_of_copies, refuses_mixed_products
 from ..rows import HeadRows
+from .split import bytes_of_parts
 from .tuning import Config, is_amd, multiprocessors
 
 # Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
@@ -14,7 +16,7 @@ _ROWS_AT_ONCE = 8192
 
 def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
     """Bytes per entry of d_logits. If torch rounds d_logits, the rounded copy is included."""
-    size = head.hidden.dtype.itemsize
+    size = head.kernel_dtype.itemsize
     return 4 + size if unrounded and size < 4 else size
 
 
@@ -33,7 +35,7 @@ class Sizes(NamedTuple):
 
 def multiplies_copies(head: HeadRows) -> bool:
     """True if `add_product` multiplies fp32 copies of the operands."""
-    return head.hidden.dtype.itemsize == 2 and (is_amd(head.hidden.device) or refuses_mixed_products())
+    return head.kernel_dtype.itemsize == 2 and (is_amd(head.hidden.device) or refuses_mixed_products())
 
 
 def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, direct: bool) -> Sizes:
@@ -44,17 +46,18 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
         direct: with a single chunk of rows, the product writes d_weight directly, without an fp32 slab.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
+    row_bytes = 0 if head.split else width * size  # split rows are kept outside of the workspace
     space = head.workspace * 7 // 8  # the rest is for per-row vectors
     if multiplies_copies(head):
         space -= bytes_of_copies()
     # At most a third for gathered hidden states, and at most half for d_logits of one tile of columns.
     per_element = bytes_per_entry(head, unrounded)
-    most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
+    most = min(space // 3 // max(row_bytes, 1), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
     chunks = equal_parts(-(-n // config.block_n), most // config.block_n)
     rows = max(min(chunks.size * config.block_n, n), 1)
-    gather_once = n * width * size <= space // 3
-    slab_of_weight = 4 * width if size == 2 and not (direct and chunks.number == 1) else 0
-    remaining = space - (n if gather_once else rows) * width * size
+    gather_once = n * row_bytes <= space // 3
+    slab_of_weight = 4 * width if size == 2 and not (direct and chunks.number == 1) else bytes_of_parts(head)
+    remaining = space - (n if gather_once else rows) * row_bytes
     columns = remaining // (rows * per_element + slab_of_weight)
     tiles = _tiles_of_slab(
         -(-head.vocab_size // config.block_v),
@@ -63,6 +66,16 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
         multiprocessors(head.hidden.device),
     )
     return Sizes(rows, tiles * config.block_v, gather_once)
+
+
+def slabs_of_forward(head: HeadRows, config: Config) -> Iterator[tuple[int, int]]:
+    """Yield (first column, last column + 1) of each launch of the forward: several if the weight is split."""
+    vocab = columns = head.vocab_size
+    if head.split:
+        tiles, most = -(-vocab // config.block_v), head.workspace * 7 // 8 // (bytes_of_parts(head) * config.block_v)
+        row_blocks = -(-head.hidden.shape[0] // config.block_n)
+        columns = config.block_v * _tiles_of_slab(tiles, most, row_blocks, multiprocessors(head.hidden.device))
+    return ((low, min(low + columns, vocab)) for low in range(0, vocab, columns))
 
 
 def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int) -> int:

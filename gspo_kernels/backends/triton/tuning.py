@@ -165,7 +165,7 @@ def tile_config(head: HeadRows, kernel: str) -> Config:
     """
     name = architecture(head.hidden.device)
     assert name is not None
-    blocks = {2: _HALF, 4: _SINGLE, 8: _DOUBLE}[head.hidden.dtype.itemsize][name]
+    blocks = {2: _HALF, 4: _SINGLE, 8: _DOUBLE}[head.kernel_dtype.itemsize][name]
     has_extras = head.bias is not None or head.logit_softcap is not None or head.adapter_weight is not None
     heavy = has_extras or head.hidden.shape[1] % blocks.forward.block_h != 0
     return getattr(blocks, f"heavy_{kernel}" if heavy else kernel)

@@ -215,6 +215,7 @@ def forward_and_cache(head: HeadRows, tile_mass: bool = False, cache: Cache | No
             row_blocks=row_blocks,
             column_blocks=column_blocks,
         )
+        del slab  # frees a split weight before the next one is made
     if head.shard:
         tiles = _add_other_ranks(head.shard, tile_results, config.block_v, cached.tile_mass if tile_mass else None)
     launch(

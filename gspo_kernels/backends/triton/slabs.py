@@ -65,7 +65,7 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
         -(-rows // config.block_n),
         multiprocessors(head.hidden.device),
     )
-    return Sizes(rows, tiles * config.block_v, gather_once)
+    return Sizes(rows, (_by_four(tiles) if head.split else tiles) * config.block_v, gather_once)
 
 
 def slabs_of_forward(head: HeadRows, config: Config) -> Iterator[tuple[int, int]]:
@@ -74,8 +74,17 @@ def slabs_of_forward(head: HeadRows, config: Config) -> Iterator[tuple[int, int]
     if head.split:
         tiles, most = -(-vocab // config.block_v), head.workspace * 7 // 8 // (bytes_of_parts(head) * config.block_v)
         row_blocks = -(-head.hidden.shape[0] // config.block_n)
-        columns = config.block_v * _tiles_of_slab(tiles, most, row_blocks, multiprocessors(head.hidden.device))
+        slab = _tiles_of_slab(tiles, most, row_blocks, multiprocessors(head.hidden.device))
+        columns = config.block_v * _by_four(slab)
     return ((low, min(low + columns, vocab)) for low in range(0, vocab, columns))
+
+
+def _by_four(tiles: int) -> int:
+    """Round down to a multiple of four, so that a slab's results of tiles, [tiles, N] in fp32, are aligned for any N.
+
+    Triton compiles another kernel for pointers that are not multiples of 16 bytes.
+    """
+    return tiles - tiles % 4 or tiles
 
 
 def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int) -> int:

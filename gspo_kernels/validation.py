@@ -212,7 +212,7 @@ class TensorChecks(Checks):
         if weight.dtype != hidden.dtype:
             remedy = "autocast casts both, but never float64"
             if has_precision:
-                remedy = "or float32 for bfloat16 or float16 hidden states"
+                remedy = "head_precision widens hidden states, not lm_head"
             elif weight.dtype == torch.float32 and hidden.dtype in HALF:
                 remedy = "for a float32 head pass head_precision='fp32'"
             expected = f"of the dtype of hidden ({dtype_name(hidden.dtype)}; {remedy})"

@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 CELL_CASES: dict[str, dict[str, Any]] = {
     "bf16 cells": {},
     "bf16 cells tail": dict(logit_softcap=30.0, temperature=True),
+    "bf16x3 cells": dict(dtype=torch.float32, split="both"),
     "fp16 cells": dict(dtype=torch.float16),
     "fp32 cells": dict(dtype=torch.float32),
     "fp64 cells": dict(dtype=torch.float64),

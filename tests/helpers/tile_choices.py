@@ -141,6 +141,6 @@ def assert_dropped_mass_is_reported(sample: Sample, budget: float, backend: str)
     }
     for name, (ours, truth, slope) in expected.items():
         assert ours.dtype == dtype
-        allowed = LIVE_GRADIENT_RELATIVE[dtype] * truth.norm() + slope.norm()
+        allowed = LIVE_GRADIENT_RELATIVE[chosen.head.kernel_dtype] * truth.norm() + slope.norm()
         assert (ours.double() - truth).norm() <= allowed + 1e-30, name
     assert not grads["weight"][len(weight) :].any()

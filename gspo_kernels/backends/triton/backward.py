@@ -76,10 +76,10 @@ def _sums_in_kernels(rows: GradientRows) -> bool:
     """True if all columns must be computed as cells, so that our own kernels sum the products in fp32.
 
     PyTorch would instead multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). The
-    cell kernels do not support a bias, an adapter, a split weight or a gradient of the entropy.
+    cell kernels do not support a bias, an adapter or a gradient of the entropy.
     """
     head = rows.head
-    is_plain = head.bias is None and head.adapter_weight is None and not head.split and rows.d_entropy is None
+    is_plain = head.bias is None and head.adapter_weight is None and rows.d_entropy is None
     return is_plain and rows.index.shape[0] > 0 and multiplies_copies(head)
 
 

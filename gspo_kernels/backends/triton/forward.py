@@ -300,9 +300,9 @@ def empty_cached(head: HeadRows, tile_mass: bool, cache_rows: int) -> Cached:
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:
     """Shape (rows, columns) of a cell, the unit that a backward may leave out.
 
-    Rows are a row block of the backward, columns a tile of the forward. None for a head with a bias or an adapter or a
-    split weight, whose gradients have no block-sparse kernels.
+    Rows are a row block of the backward, columns a tile of the forward. None for a head with a bias or an adapter,
+    whose gradients have no block-sparse kernels.
     """
-    if head.bias is not None or head.adapter_weight is not None or head.split:
+    if head.bias is not None or head.adapter_weight is not None:
         return None
     return tile_config(head, "gradient").block_n, tile_config(head, "forward").block_v

@@ -209,8 +209,10 @@ def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
     While a CUDA graph is captured, a step with a budget takes the dense backward. A capture cannot load kernels or
     create cuBLAS handles, and earlier steps may have computed cells only.
     """
-    d_z = gradient_of_tiles(rows, rows.hidden(slice(0, 1)), slice(0, 1), 0, 1, config, unrounded=False)
-    add_product(rows.d_log_probs.new_empty(1, rows.head.weight.shape[1]), d_z, rows.head.weight[:1], first=True)
+    slab = rows.slab(0, 1, config)
+    d_z = gradient_of_tiles(slab, rows.hidden(slice(0, 1)), slice(0, 1), 0, 1, config, unrounded=False)
+    width = rows.head.hidden.shape[1]
+    add_product(rows.d_log_probs.new_empty(1, width), d_z, slab.head.weight[:1, -width:], first=True)
 
 
 def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:

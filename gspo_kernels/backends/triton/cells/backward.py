@@ -32,6 +32,7 @@ from ..gradient_rows import (
     torch_rounds,
 )
 from ..slabs import bytes_per_entry, equal_parts, multiplies_copies
+from ..split import bytes_of_parts
 from ..tuning import Config
 from .lists import CellLists, Part, cell_lists
 from .products import product_of_hidden, product_of_weight
@@ -80,7 +81,7 @@ def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
 
 def lists_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int]:
     """List `cells` [row blocks, tiles] bool. Also return the rows per chunk, at most a third of the workspace."""
-    row_bytes = head.hidden.shape[1] * head.hidden.dtype.itemsize
+    row_bytes = _row_bytes(head)
     chunk = equal_parts(cells.shape[0], head.workspace // 3 // (row_bytes * config.block_n)).size
     return cell_lists(cells.contiguous(), chunk), chunk * config.block_n
 
@@ -132,9 +133,11 @@ class _CellGradients:
     def add_slab(self, first_tile: int, end_tile: int) -> None:
         """Compute the cells of a range of tiles. Write d_weight of these columns, and add to d_hidden."""
         d_slab = total = None
+        width = self.config.block_v
+        low, high = first_tile * width, min(end_tile * width, self.rows.head.vocab_size)
+        slab = self.rows.slab(low, high, self.config)
         if self.d_weight is not None:
-            width = self.config.block_v
-            d_slab = self.d_weight[first_tile * width : min(end_tile * width, self.rows.head.vocab_size)]
+            d_slab = self.d_weight[low:high]
             total = d_slab  # with several chunks, the sum in full precision
             if not self.direct_weight:
                 total = d_slab.zero_() if d_slab.dtype == self.dtype else torch.zeros_like(d_slab, dtype=self.dtype)
@@ -142,24 +145,28 @@ class _CellGradients:
             cells = begin[end_tile] - begin[first_tile]
             part = Part(self.plan.lists, chunk, first_tile, end_tile, begin[first_tile], cells)
             if cells:
-                self._add_part(part, total)
+                self._add_part(slab, part, total)
             elif total is not None and self.direct_weight:
                 total.zero_()
         if d_slab is not None and total is not None and total is not d_slab:
             d_slab.copy_(total if self.rows.boost is None else total.div_(self.rows.boost))
 
-    def _add_part(self, part: Part, d_slab: Tensor | None) -> None:
+    def _add_part(self, slab: GradientRows, part: Part, d_slab: Tensor | None) -> None:
         """Compute the cells of a part, and write or add their products to d_hidden and to d_slab [columns, H]."""
-        rows, head = self.rows, self.rows.head
+        rows, head = self.rows, slab.head
+        first_tile = part.first_tile if head.split else 0  # tile that begins at the first row of `head.weight`
         chunk = slice(part.chunk * self.plan.chunk, min((part.chunk + 1) * self.plan.chunk, self.n))
         hidden = rows.hidden(chunk) if self.hidden is None else self.hidden
         cells = CellRange(part.lists.by_tile, part.lists.row_blocks, part.first_cell, part.cells)
-        d_z = gradient_of_tiles(rows, hidden, chunk, 0, head.vocab_size, self.config, self.unrounded, cells)
+        low = -first_tile * self.config.block_v
+        d_z = gradient_of_tiles(slab, hidden, chunk, low, head.vocab_size, self.config, self.unrounded, cells)
         d_z = round_to_operands(d_z, rows) if self.unrounded else d_z
         if self.d_hidden is not None:
             index = rows.index[chunk]
-            product_of_hidden(self.d_hidden, d_z, head, part, index, rows.boost, add=not self.direct_hidden)
+            add = not self.direct_hidden
+            product_of_hidden(self.d_hidden, d_z, head, first_tile, part, index, rows.boost, add=add)
         if d_slab is not None:
+            hidden = hidden[:, -d_slab.shape[1] :]  # if split, the hidden states rounded to bf16
             product_of_weight(d_slab, d_z, hidden, part, rows.boost, add=not self.direct_weight)
 
     def finished_hidden(self) -> Tensor | None:
@@ -172,15 +179,19 @@ class _CellGradients:
         return scatter_in_place(self.d_hidden, replace(self.rows, index=all_rows, index_is_all_rows=True), 1024)
 
 
+def _row_bytes(head: HeadRows) -> int:
+    """Bytes of a gathered row of hidden states."""
+    return bytes_of_parts(head) or head.hidden.shape[1] * head.hidden.dtype.itemsize
+
+
 def _slabs(head: HeadRows, config: Config, plan: CellPlan, fp32_slab: bool) -> Iterator[int]:
     """Yield the first tile of each slab, then T. Slabs are as wide as the workspace allows.
 
     `fp32_slab`: an fp32 sum of the slab of d_weight also takes memory.
     """
-    size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    space = head.workspace * 7 // 8 - min(plan.chunk, plan.rows) * width * size
+    space = head.workspace * 7 // 8 - min(plan.chunk, plan.rows) * _row_bytes(head)
     cell = config.block_n * config.block_v * bytes_per_entry(head, torch_rounds(head))
-    tile = 4 * config.block_v * width if fp32_slab else 0
+    tile = config.block_v * (4 * head.hidden.shape[1] if fp32_slab else bytes_of_parts(head))
     first = 0
     tiles = plan.lists.tiles
     yield first

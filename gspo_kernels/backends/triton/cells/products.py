@@ -165,13 +165,21 @@ def weight_product(
 
 
 def product_of_hidden(
-    out: Tensor, d_logits: Tensor, head: HeadRows, part: Part, order: Tensor, boost: Tensor | None, add: bool
+    out: Tensor,
+    d_logits: Tensor,
+    head: HeadRows,
+    first_tile: int,
+    part: Part,
+    order: Tensor,
+    boost: Tensor | None,
+    add: bool,
 ) -> None:
     """Multiply the cells of a part by W. If `add`, add the product to out[order]; else write it, divided by `boost`.
 
     Args:
         out: [N, H].
         d_logits: [cells, ROWS, COLUMNS].
+        head: its weight begins with the columns of `first_tile`. If it is split, its last part is multiplied.
         order: [n], the part's rows.
         boost: [] or None.
     """
@@ -185,8 +193,8 @@ def product_of_hidden(
         -(-n // rows) * (rows // block_n) * -(-out.shape[1] // config.block_v),
         config,
         **_shared_arguments(d_logits, out, part, boost, add),
-        weight=head.weight,
-        block_tile=lists.block_tile,
+        weight=head.weight[:, -out.shape[1] :],
+        block_tile=lists.block_tile - first_tile if first_tile else lists.block_tile,
         block_place=lists.block_place,
         block_begin=lists.block_begin,
         order=order,

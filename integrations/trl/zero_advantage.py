@@ -501,6 +501,7 @@ class LiveAnswers:
             group = batches[i * size : (i + 1) * size]
             # Until the first optimizer step of a rollout, some batches may lack old log-probs. Then all are recomputed.
             names = sorted(name for name in group[0] if all(name in batch for batch in group))
+            names.sort(key=_PROMPTS[0].__ne__)  # split_tensor_dict counts the rows of the first one
             rows = {name: self._rows(name, [batch[name] for batch in group], order) for name in names}
             moved += split_tensor_dict(rows, size)
         self.trainer._buffered_inputs = moved

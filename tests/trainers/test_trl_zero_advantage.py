@@ -308,11 +308,23 @@ def same_updates(ours: dict[str, Any], stock: dict[str, Any], has_gradients: boo
     torch.testing.assert_close(ours["weights"], stock["weights"], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-def test_live_answers_share_micro_batches(tmp_path: Path) -> None:
-    trainers = (trainer_of(tmp_path, DeadGroups((0, 2)), **FOUR_MICRO_BATCHES) for _ in range(2))
-    stock, ours = (updates(trainer, is_ours) for trainer, is_ours in zip(trainers, (False, True), strict=True))
+class MoreKeys(GRPOTrainer):
+    """Adds a number and a list, in alphabetical order before all tensors with rows."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        return {**output, "a": torch.tensor(1.0), "a list": output["prompt_ids"].tolist()}
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, MoreKeys])
+def test_live_answers_share_micro_batches(kind: type[GRPOTrainer], tmp_path: Path) -> None:
+    stock = updates(trainer_of(tmp_path, DeadGroups((0, 2)), kind, **FOUR_MICRO_BATCHES), False)
+    trainer = trainer_of(tmp_path, DeadGroups((0, 2)), kind, **FOUR_MICRO_BATCHES)
+    ours = updates(trainer, True)
     assert ours["rows"] == [[1, 1, 4, 4]] * 4
     same_updates(ours, stock)
+    for batch in trainer._buffered_inputs:
+        assert batch.get("a list", batch["prompt_ids"].tolist()) == batch["prompt_ids"].tolist()
 
 
 class AtSubstep(transformers.TrainerCallback):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
 from gspo_kernels.backends.workspace import cache_limit, check_cache
+from gspo_kernels.inputs.head import HEAD_PRECISIONS
 from gspo_kernels.metrics import combine, last_backward
 from gspo_kernels.validation import Checks, TensorChecks
 
@@ -23,6 +24,7 @@ class BackwardSettings(NamedTuple):
 
     gradient_budget: float = 0.0
     cache_mib: float | None = None
+    head_precision: str | None = None
 
     def check(self, place: str) -> None:
         """Check the values.
@@ -32,6 +34,8 @@ class BackwardSettings(NamedTuple):
         """
         Checks(place).budget(self.gradient_budget)
         check_cache(Checks(place), self.cache_mib)
+        if self.head_precision is not None:
+            Checks(place).choice("head_precision", self.head_precision, HEAD_PRECISIONS)
 
     def describe(self, device: torch.device) -> str:
         """Describe the settings in one line, with the largest default of `cache_mib` on `device` if it is not set."""
@@ -40,7 +44,8 @@ class BackwardSettings(NamedTuple):
             mib += " (GSPO_CACHE_MIB)"
         elif self.cache_mib is None:
             mib = f"{'<' if device.type == 'cuda' else ''}{mib} (default)"
-        return f"gradient_budget={self.gradient_budget:g}, cache_mib{mib}"
+        precision = "" if self.head_precision is None else f", head_precision={self.head_precision}"
+        return f"gradient_budget={self.gradient_budget:g}, cache_mib{mib}{precision}"
 
 
 class BackwardMetrics:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from gspo_kernels import Objective
+from gspo_kernels.inputs.head import HEAD_PRECISIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 from ..settings import Step
@@ -22,6 +23,7 @@ CHOICES = {
     "schedule": ("constant", "linear", "cosine"),
     "precision": ("fp32", "bf16", "autocast", "fp16", "fp16-autocast"),
     "sampler_precision": ("", "bf16"),
+    "head_precision": ("", *HEAD_PRECISIONS),
     "old_log_probs": ("trainer", "sampler"),
     "parallel": ("ddp", "fsdp2"),
     "backend": ("auto", "torch", "triton"),
@@ -92,6 +94,7 @@ class TrainConfig:
     advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
     gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
     cache_mib: float | None = None  # for exponentials of logits; None: GSPO_CACHE_MIB or the device's default
+    head_precision: str = ""  # fp32, or bf16x3 on tensor cores: autocast does not round the head
     backend: str = "auto"  # of the loss: "triton", "torch" or "auto"
     # Updates
     updates_per_rollout: int = 4  # per epoch; with one update the ratio is always 1 and nothing is clipped

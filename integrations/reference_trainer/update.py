@@ -181,7 +181,7 @@ def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> Tenso
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
         options |= {"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}
-        options["kept_sets"] = kept_sets(config, rollout)
+        options |= {"kept_sets": kept_sets(config, rollout), "head_precision": config.head_precision or None}
         return linear_log_probs(hidden, head, rollout.answer_ids, **options).log_probs
 
     with autocast(config, policy):
@@ -310,6 +310,7 @@ def loss_of(
             entropy=True,
             gradient_budget=config.gradient_budget,
             cache_mib=config.cache_mib,
+            head_precision=config.head_precision or None,
             backend=config.backend,
             **divisors,
             **options,

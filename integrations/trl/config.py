@@ -45,14 +45,15 @@ class GSPOConfig(GRPOConfig):
     GRPOConfig refuses `generation_batch_size` together with `steps_per_generation`. GSPOConfig accepts both if they
     agree, so `GSPOConfig(**config.to_dict())` and `dataclasses.replace(config, ...)` work.
 
-    `gradient_budget` and `cache_mib` are arguments of `linear_log_probs`, for the training steps of the policy.
+    `gradient_budget`, `cache_mib` and `head_precision` are arguments of `linear_log_probs`. The first two apply to the
+    training steps of the policy only.
     `skip_zero_advantage` and `skip_rows_without_gradient` are arguments of `accelerate_trainer`. `zero_equal_rewards`
     gives groups with bitwise equal rewards an advantage of exactly 0.
 
     Raises:
         ValueError, TypeError: GRPOConfig refuses a setting; `generation_batch_size` and `steps_per_generation`
-            disagree; `gradient_budget` or `cache_mib` is invalid; or a setting of the loss is: `loss_type`,
-            `importance_sampling_level`, `epsilon`, `epsilon_high`, `delta`, `beta`, `temperature`,
+            disagree; `gradient_budget`, `cache_mib` or `head_precision` is invalid; or a setting of the loss is:
+            `loss_type`, `importance_sampling_level`, `epsilon`, `epsilon_high`, `delta`, `beta`, `temperature`,
             `sapo_temperature_pos`, `sapo_temperature_neg`, `vespo_k_pos`, `vespo_lambda_pos`, `vespo_k_neg`,
             `vespo_lambda_neg`.
     """
@@ -80,6 +81,13 @@ class GSPOConfig(GRPOConfig):
             "it is the environment variable GSPO_CACHE_MIB or, if that is not set, the device's default."
         },
     )
+    head_precision: str | None = field(
+        default=None,
+        metadata={
+            "help": "`'fp32'` or `'bf16x3'`: autocast does not round the head's operands, see `linear_log_probs`. If "
+            "`None`, it is `'fp32'` with `cast_lm_head_to_fp32`; otherwise autocast casts them."
+        },
+    )
     skip_zero_advantage: bool | None = field(
         default=None,
         metadata={
@@ -103,7 +111,7 @@ class GSPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        BackwardSettings(self.gradient_budget, self.cache_mib).check("GSPOConfig")
+        BackwardSettings(self.gradient_budget, self.cache_mib, self.head_precision).check("GSPOConfig")
         for name in ("skip_zero_advantage", "skip_rows_without_gradient"):
             if getattr(self, name) is not None:
                 Checks("GSPOConfig").boolean(name, getattr(self, name))
@@ -195,14 +203,17 @@ def check_trainer(place: str, args: Any) -> None:
         ValueError: a setting is not supported.
     """
     check = Checks(place)
-    if args.cast_lm_head_to_fp32:
-        check.fail("cast_lm_head_to_fp32", "False (our logits are fp32 whatever the head's dtype)", True)
     if args.use_liger_kernel and args.device.type == "cpu":  # otherwise Triton fails in the first step
         check.fail("use_liger_kernel", "False on a CPU (Liger's layers are Triton kernels, which need a GPU)", True)
 
 
 def backward_settings(
-    place: str, args: Any, has_bonus: bool, gradient_budget: float | None = None, cache_mib: float | None = None
+    place: str,
+    args: Any,
+    has_bonus: bool,
+    gradient_budget: float | None = None,
+    cache_mib: float | None = None,
+    head_precision: str | None = None,
 ) -> BackwardSettings:
     """Check the arguments of `accelerate_trainer`. None means the setting of `args`, a GSPOConfig, or its default.
 
@@ -214,9 +225,11 @@ def backward_settings(
         ValueError, TypeError: a value is invalid, or the trainer has an entropy bonus and the budget is not 0.
     """
     config: Any = args if isinstance(args, GSPOConfig) else BackwardSettings()
+    precision = config.head_precision if head_precision is None else head_precision
     settings = BackwardSettings(
         config.gradient_budget if gradient_budget is None else gradient_budget,
         config.cache_mib if cache_mib is None else cache_mib,
+        "fp32" if precision is None and args.cast_lm_head_to_fp32 else precision,
     )
     settings.check(place)
     for check_variable in (backend_variable, cache_variable):  # before a model is loaded

@@ -121,6 +121,7 @@ def accelerate_trainer(
     *,
     gradient_budget: float | None = None,
     cache_mib: float | None = None,
+    head_precision: str | None = None,
     skip_zero_advantage: bool | None = None,
     skip_rows_without_gradient: bool | None = None,
 ) -> Trainer:
@@ -141,6 +142,8 @@ def accelerate_trainer(
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
             setting of the trainer's GSPOConfig; otherwise a budget of 0, and the default of `cache_mib`.
+        head_precision: argument of `linear_log_probs`, also for old log-probs and the reference model. None: the
+            setting of the trainer's GSPOConfig; otherwise "fp32" with TRL's `cast_lm_head_to_fp32`.
         skip_zero_advantage: whether answers with advantage 0 do not run through the model. None: the setting of the
             trainer's GSPOConfig; otherwise wherever this does not change the gradients.
         skip_rows_without_gradient: whether checkpointed layers are not differentiated for answers without a gradient,
@@ -151,11 +154,11 @@ def accelerate_trainer(
 
     Raises:
         TypeError: `trainer` is not a GRPOTrainer.
-        ValueError: `cast_lm_head_to_fp32` is set, so that head and hidden states have different dtypes; the budget is
-            not 0 and TRL adds an entropy bonus; `use_liger_kernel` is set on a CPU (Liger's kernels need a GPU).
+        ValueError: the budget is not 0 and TRL adds an entropy bonus; `use_liger_kernel` is set on a CPU (Liger's
+            kernels need a GPU).
         ValueError: `skip_zero_advantage` or `skip_rows_without_gradient` is True, and skipping would change gradients,
             for example with `beta` or with dropout.
-        ValueError, TypeError: `gradient_budget`, `cache_mib` or one of these two is invalid.
+        ValueError, TypeError: `gradient_budget`, `cache_mib`, `head_precision` or one of these two is invalid.
         HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
 
     Warns:
@@ -169,7 +172,8 @@ def accelerate_trainer(
     if not isinstance(trainer, GRPOTrainer):
         Checks(place).fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
     check_trainer(place, trainer.args)
-    settings = backward_settings(place, trainer.args, trainer._entropy_bonus_enabled, gradient_budget, cache_mib)
+    bonus = trainer._entropy_bonus_enabled
+    settings = backward_settings(place, trainer.args, bonus, gradient_budget, cache_mib, head_precision)
     check_skipping(place, trainer, skip_zero_advantage)
     check_rows(place, trainer, skip_rows_without_gradient)
     _warn_of_overridden_log_probs(place, type(trainer), stacklevel=3)

@@ -29,7 +29,7 @@ def _options(model_config: Any) -> Mapping[str, Any]:
 
 
 def backward_settings(model_config: Any) -> BackwardSettings:
-    """Read `gradient_budget` and `cache_mib` from model.fused_kernel_options.
+    """Read `gradient_budget`, `cache_mib` and `head_precision` from model.fused_kernel_options.
 
     Raises:
         ValueError, TypeError: one of them is invalid, or the options have an unknown key.

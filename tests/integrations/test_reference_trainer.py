@@ -113,6 +113,19 @@ def test_a_gradient_budget_and_a_cache_save_passes(tmp_path: Path) -> None:
     assert cached["loss"] == pytest.approx(exact["loss"], abs=1e-6)
 
 
+def test_the_head_is_fp32_in_updates_and_old_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, object]] = []
+    for name in ("gspo_fused_loss", "linear_log_probs"):
+
+        def recording(*args: object, called: str = name, of: Any = getattr(update, name), **options: object) -> object:
+            seen.append((called, options["head_precision"]))
+            return of(*args, **options)
+
+        monkeypatch.setattr(update, name, recording)
+    train(small(tmp_path, steps=1, precision="autocast", head_precision="fp32"))
+    assert set(seen) == {("gspo_fused_loss", "fp32"), ("linear_log_probs", "fp32")}
+
+
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = update.gspo_fused_loss
 

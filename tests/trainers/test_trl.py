@@ -19,7 +19,9 @@ import transformers
 from helpers.pages import TRL_EXISTING_LINES, TRL_LINES
 from tolerance import (
     FP16_NORM_RELATIVE,
+    LOG_PROB_RMS_BF16X3,
     LOSS_PER_ADVANTAGE,
+    RELATIVE_RMS,
     TRAINER_ABSOLUTE,
     TRAINER_GRADIENT_RELATIVE,
     TRAINER_LOG_ABSOLUTE,
@@ -100,6 +102,33 @@ def compare(stock: Trained, with_ours: Trained) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path) -> None:
     compare(train(name, False, tmp_path / "stock"), train(name, True, tmp_path / "ours"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_precision", [None, "bf16x3"])
+def test_an_fp32_head_equals_trls(dtype: str, head_precision: str | None, tmp_path: Path) -> None:
+    """TRL makes the tied weight fp32, and computes logits outside autocast. Here, the body runs in bf16."""
+    options: dict[str, Any] = {**SEQUENCE, "bf16": True, "beta": 0.1}
+    options |= {"model_init_kwargs": {"dtype": dtype}, "cast_lm_head_to_fp32": True}
+    trainers: list[Any] = []
+    for kind in (GRPOTrainer, GSPOTrainer, GSPOTrainer):
+        ours = {"config": GSPOConfig, "skip_zero_advantage": False, "head_precision": head_precision}
+        more = {} if kind is GRPOTrainer else ours | ({"cast_lm_head_to_fp32": False} if len(trainers) == 2 else {})
+        folder = tmp_path / str(len(trainers))
+        trainers.append(make_trainer(kind, checkpoint(folder / "model"), folder, **{**options, **more}))
+    ids = torch.randint(2, 10, (4, 9), generator=torch.Generator().manual_seed(0))
+    expected, computed, rounded = (
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 6)[0]
+        for trainer in trainers
+    )
+    assert (computed - expected).abs().max() < LOG_PROB_RMS_BF16X3
+    # Autocast rounds an fp32 weight, unless an option of ours keeps it. A bf16 weight is not rounded.
+    is_rounded = dtype == "float32" and head_precision is None
+    assert ((rounded - expected).abs().max() > LOG_PROB_RMS_BF16X3) == is_rounded
+    for log_probs in (expected, computed):
+        (log_probs * torch.linspace(-1, 1, 6)).sum().backward()
+    for a, b in zip(trainers[1].model.parameters(), trainers[0].model.parameters(), strict=True):
+        assert a.dtype == b.dtype and (a.grad - b.grad).norm() <= RELATIVE_RMS[torch.bfloat16] * b.grad.norm()
 
 
 def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:

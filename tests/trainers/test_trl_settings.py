@@ -100,7 +100,11 @@ def test_an_old_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 REFUSED_EARLY: dict[str, tuple[type, dict[str, Any], str]] = {
     "another class": (transformers.TrainingArguments, {}, "args must be a GSPOConfig or GRPOConfig, got a TrainingArg"),
     "a missing folder": (GSPOConfig, {}, "model must be a folder that exists, a hub id or a model, got '/.*/no model'"),
-    "head in fp32": (GSPOConfig, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 must be False"),
+    "no precision of a head": (
+        GSPOConfig,
+        {"head_precision": "bf16"},
+        "head_precision must be one of 'fp32', 'bf16x3', got 'bf16'",
+    ),
     "Liger's kernels on a CPU": (
         GSPOConfig,
         {"use_liger_kernel": True},

@@ -123,5 +123,5 @@ def test_the_documented_lines_set_budget_and_cache(monkeypatch: pytest.MonkeyPat
         config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
     monkeypatch.setattr(HFModelConfig, "__post_init__", lambda self: None)  # it loads the model
     model = omega_conf_to_dataclass(config.model)
-    assert backward_settings(model) == (1e-3, 1024)
+    assert backward_settings(model) == (1e-3, 1024, None)
     assert model.fused_kernel_options["impl_backend"] == "torch" and not model.use_fused_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,13 +116,13 @@ def test_a_gradient_budget_and_a_cache_save_passes(tmp_path: Path) -> None:
 
 def test_the_head_is_fp32_in_updates_and_old_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, object]] = []
+
+    def recording(name: str, function: Any, *args: object, **options: object) -> object:
+        seen.append((name, options["head_precision"]))
+        return function(*args, **options)
+
     for name in ("gspo_fused_loss", "linear_log_probs"):
-
-        def recording(*args: object, called: str = name, of: Any = getattr(update, name), **options: object) -> object:
-            seen.append((called, options["head_precision"]))
-            return of(*args, **options)
-
-        monkeypatch.setattr(update, name, recording)
+        monkeypatch.setattr(update, name, partial(recording, name, getattr(update, name)))
     train(small(tmp_path, steps=1, precision="autocast", head_precision="fp32"))
     assert set(seen) == {("gspo_fused_loss", "fp32"), ("linear_log_probs", "fp32")}
 

@@ -4,10 +4,10 @@ Without KL, entropy bonus and router loss, the gradient of an answer with advant
 the model on the other answers only. TRL's loss still gets the log-probs of all answers, so that its divisors and clip
 fractions do not change: an answer that did not run gets its old log-probs, and its ratio is 1.
 
-Live answers are those that run. Within an optimizer step, they are sorted by length, and each micro-batch is cropped to
-the longest of its answers and prompts, or packed into one row. Every rank runs at least two tokens per micro-batch, and
-the slowest rank determines the time of a micro-batch. So every rank gets as many live answers as the others, of similar
-length.
+Live answers are those that run. Within an optimizer step, they are sorted by length, and each micro-batch is as wide as
+its longest answer with its prompt, or packed into one row (`model_forward.py`). Every rank runs at least two tokens per
+micro-batch, and the slowest rank determines the time of a micro-batch. So every rank gets as many live answers as the
+others, of similar length.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Skipping(NamedTuple):
     `is_on`: answers whose gradient is 0 do not run. With `by_advantage`, those are answers with advantage 0. Otherwise,
     KL or an entropy bonus gives these a gradient, and only answers without unmasked tokens have none.
     `crops`: the other answers are cropped to the longest of them.
-    `layout`: how a model runs them. All but "as given" removes the padding of prompts.
+    `layout`: how a model runs a batch, see `ModelLogProbs`. All but "as given" remove the padding of prompts.
     `moves`: within an optimizer step, they are sorted by length, so that micro-batches have little padding.
     """
 

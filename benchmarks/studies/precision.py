@@ -30,6 +30,7 @@ import math
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from gspo_kernels import Objective, gspo_fused_loss
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
 
 from .. import candidates, measure
 from ..candidates import LogProbs
@@ -53,7 +54,9 @@ FP32_LOGITS = "fp32 logits"
 OURS, NAIVE = "ours", "naive GSPO"
 END, PAD = "<end>", "<pad>"
 HEADS = (NAIVE, "TRL fused head", "TRL cast_lm_head_to_fp32", "Liger GRPO loss", OURS)  # of `candidates`, where present
-KEEP_FP32 = (FP32_LOGITS, "TRL cast_lm_head_to_fp32")  # heads that autocast does not cast
+OURS_FP32, OURS_SPLIT = "ours, fp32 head", "ours, bf16x3"  # `head_precision`
+EMULATED = f"{OURS_SPLIT} (emulated)"  # on a CPU
+KEEP_FP32 = (FP32_LOGITS, "TRL cast_lm_head_to_fp32", OURS_FP32, OURS_SPLIT, EMULATED)  # that autocast does not cast
 OTHER_ENGINE = "old by full logits, new by ours"
 LENGTHS = 256, 1024, 4096  # tokens of an answer, for "wrong"
 UPDATES = 3
@@ -209,7 +212,28 @@ def heads_of(body: Body, size: Size, device: torch.device) -> tuple[dict[str, Lo
     }
     heads = {name: candidate.log_probs for name, candidate in every.items() if name not in absent}
     heads[FP32_LOGITS] = lambda h, w, *rest: candidates.full_log_probs(h.float(), w.float(), *rest)
+    heads[OURS_FP32] = partial(unrounded, autocast=body.autocast, head_precision="fp32")
+    if device.type == "cpu":
+        heads[EMULATED] = by_split_operands
+    else:
+        heads[OURS_SPLIT] = partial(unrounded, autocast=body.autocast, head_precision="bf16x3")
     return heads, absent
+
+
+def unrounded(
+    hidden: Tensor, weight: Tensor, ids: Tensor, _: float | None, autocast: torch.dtype | None, head_precision: str
+) -> Tensor:
+    """Our log-probs [N] under autocast that does not round the operands."""
+    with torch.autocast(hidden.device.type, autocast) if autocast else nullcontext():
+        return linear_log_probs(hidden[None], weight, ids[None], head_precision=head_precision).log_probs[0]
+
+
+def by_split_operands(hidden: Tensor, weight: Tensor, ids: Tensor, _: float | None) -> Tensor:
+    """Our log-probs [N] with the bf16 products that `head_precision="bf16x3"` makes of fp32 operands on a GPU."""
+    if hidden.dtype == weight.dtype == torch.float32:
+        (h, h_low), (w, w_low) = ((high := x.bfloat16(), (x - high).bfloat16()) for x in (hidden, weight))
+        hidden, weight = torch.cat([h_low, h, h], 1), torch.cat([w, w_low, w], 1)
+    return linear_log_probs(hidden[None], weight, ids[None]).log_probs[0]
 
 
 @torch.no_grad()

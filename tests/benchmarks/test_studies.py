@@ -64,6 +64,9 @@ def test_whole_models_round_less_in_fp16_than_in_bf16(tmp_path: Path, monkeypatc
     for head in (NAIVE, OURS, precision.FP32_LOGITS):
         assert error["fp32"][head] < 1e-6 < error["fp16 autocast"][head] < error["bf16 autocast"][head] / 4
     assert all(error[body][OURS] < error[body][NAIVE] for body in bodies if body != "fp32")
+    for body in bodies.keys() - {"fp32"}:  # fp32 operands are not rounded, and operands in 16 bits are exact
+        for head in (precision.OURS_FP32, precision.EMULATED):
+            assert error[body][head] == pytest.approx(error[body][precision.FP32_LOGITS], rel=2e-3)
     assert bodies["fp32"][OURS]["wrong"] == pytest.approx([0, 0, 0], abs=1e-4)
     table = tables.wrong_clip_decisions_by_length({"precision-cpu": results})
     assert any(row.startswith("| full logits") for row in table.splitlines())

@@ -25,6 +25,7 @@ from .config import (
     requested_skip,
     warn_of_settings_that_never_clip,
 )
+from .distillation import distillation_config, divergences, of_this_rank, warn_of_detached_divergence
 from .row_checkpoint import reason_against_skipping
 from .zero_advantage import LiveBatch, inexact_model, inexact_setting
 
@@ -33,7 +34,8 @@ from .zero_advantage import LiveBatch, inexact_model, inexact_setting
 class GSPOEngine(FSDPEngineWithLMHead):
     """verl's FSDP engine with log-probs computed without logits. VERL_ENGINE_VENDOR=gspo selects this engine.
 
-    Batches whose loss needs logits (top-k distillation, sum_pi_squared) run verl's own code.
+    Top-k distillation reads the log-probs at the teacher's ids from the same pass, without verl's metrics of the
+    overlap with the student's own top k. Batches whose loss needs logits (sum_pi_squared) run verl's own code.
 
     The dict model.fused_kernel_options may contain `gradient_budget` and `cache_mib`, arguments of `linear_log_probs`
     for the updates; `skip_zero_advantage`: whether answers with advantage 0 are left out of an update; and
@@ -58,6 +60,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
     _updates = 0  # updates of the current rollout so far
     _settings = BackwardSettings()
     _entropy_is_only_logged = False
+    _distillation: Any = None  # verl's DistillationLossConfig, with a teacher
     _skip: bool | None = None  # skip_zero_advantage
     _inexact_model: str | None = None  # a part of the model that forbids skipping
     _rows: RowShare | None = None
@@ -95,6 +98,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         if is_last:
             self._updates = 0
         self._entropy_is_only_logged = entropy_is_only_logged(loss_function, self._settings)
+        warn_of_detached_divergence(distillation_config(loss_function))
         self._backwards.begin()
         output = super().train_batch(data, loss_function)
         self._backwards.collect()
@@ -106,6 +110,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         return output
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        self._distillation = distillation_config(loss_function)
         if forward_only or not self._skips(data, loss_function):
             return super().forward_backward_batch(data, loss_function, forward_only)
         live = LiveBatch(data, loss_function, self.get_data_parallel_group())
@@ -132,19 +137,38 @@ class GSPOEngine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         self._backwards.collect()  # the backward of the previous micro-batch
         inputs, args = super().prepare_model_inputs(micro_batch)
-        if not _needs_logits(micro_batch):
+        if not self._needs_logits(micro_batch):
             inputs["with_head"] = _Score(micro_batch, args, self._settings, self._entropy_is_only_logged)
         return inputs, args
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Any]:
-        if isinstance(output, HeadOutput):
-            # If a batch has use_fused_kernels, verl takes log-probs instead of logits, unpads them and gathers them.
-            output = output.result
-            micro_batch = micro_batch.copy()
-            tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
-        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        if not isinstance(output, HeadOutput):
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        # If a batch has use_fused_kernels, verl takes log-probs instead of logits, unpads them and gathers them.
+        output = output.result
+        micro_batch = micro_batch.copy()
+        tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
+        results = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        if output.extra_log_probs is not None:
+            offsets = micro_batch["input_ids"].offsets()
+            student = output.extra_log_probs
+            is_packed = "temperature_rmpad" in output_args
+            if is_packed:
+                student = student[0]
+            else:
+                student = student[torch.arange(student.shape[1], device=student.device) < offsets.diff()[:, None]]
+            for name, x in divergences(student, micro_batch, self._distillation).items():
+                x = self._gather_and_unpad_packed(x, output_args["pad_size"]) if is_packed else x
+                results[name] = torch.nested.nested_tensor_from_jagged(x, offsets)
+        return results
+
+    def _needs_logits(self, micro_batch: Any) -> bool:
+        """True if the loss for this batch reads the logits, not only log-probs and entropies."""
+        if tu.get_non_tensor_data(data=micro_batch, key="calculate_sum_pi_squared", default=False):
+            return True
+        return _has_teacher(micro_batch) and self._distillation is None
 
 
 def _sum_over_ranks(counts: Tensor) -> Tensor:
@@ -152,12 +176,8 @@ def _sum_over_ranks(counts: Tensor) -> Tensor:
     return counts
 
 
-def _needs_logits(micro_batch: Any) -> bool:
-    """True if verl's loss for this batch reads the logits, not only log-probs and entropies."""
-    return any(
-        tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
-        for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
-    )
+def _has_teacher(micro_batch: Any) -> bool:
+    return tu.get_non_tensor_data(data=micro_batch, key="distillation_use_topk", default=False)
 
 
 class _Score:
@@ -183,6 +203,7 @@ class _Score:
         if temperature is None:  # verl pads this batch and has one temperature per sequence
             temperature = args["temperature"][:, None]
             self.offsets = micro_batch["input_ids"].offsets()
+        self.extra_ids = of_this_rank(micro_batch["teacher_ids"]) if _has_teacher(micro_batch) else None  # [N, k]
         self.temperature: Tensor | None = None if args["temperature_is_one"] else temperature
 
     def __call__(self, hidden: Tensor, lm_head: Any, **options: Any) -> ModelOutput:
@@ -194,18 +215,19 @@ class _Score:
             mask=self._in_shape(self.mask, shape),
             temperature=1.0 if self.temperature is None else self.temperature.expand(shape),
             entropy=self.entropy,
+            extra_ids=None if self.extra_ids is None else self._in_shape(self.extra_ids, shape),
             **self.settings._asdict(),
             **options,
         )
         entropy = out.entropy.detach() if self.detach_entropy and out.entropy is not None else out.entropy
-        return ModelOutput(log_probs=out.log_probs, entropy=entropy)
+        return ModelOutput(log_probs=out.log_probs, entropy=entropy, extra_log_probs=out.extra_log_probs)
 
     def _in_shape(self, flat: Tensor, shape: torch.Size) -> Tensor:
-        """Reshape [N] to [1, N] if verl packs the batch; otherwise pad it with 0 to `shape` [B, T]."""
+        """Reshape [N, ...] to [1, N, ...] if verl packs the batch; otherwise pad it with 0 to `shape` [B, T]."""
         if self.offsets is None:
             return flat[None]
         nested = torch.nested.nested_tensor_from_jagged(flat.long(), self.offsets)
-        return torch.nested.to_padded_tensor(nested, padding=0, output_size=tuple(shape))
+        return torch.nested.to_padded_tensor(nested, padding=0, output_size=(*shape, *flat.shape[1:]))
 
 
 def _predicts_response(micro_batch: Any, positions: int) -> Tensor:

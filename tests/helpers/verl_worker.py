@@ -26,6 +26,7 @@ BASE: dict[str, Any] = {
     "tied": False,
     "lora": 0,
     "micro": 4,
+    "epochs": 3,
     "loss_mode": "gspo",
     "kl": 0.0,
     "entropy": 0.0,
@@ -34,7 +35,9 @@ BASE: dict[str, Any] = {
     "softcap": False,
     "temperature": 1.0,
     "strategy": "fsdp2",
+    "teacher": None,  # options of verl's DistillationLossConfig
 }
+TEACHER_K = 4
 
 
 def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
@@ -69,8 +72,11 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
 def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options: Any) -> Any:
     """Return a TrainingWorker with our engine or with verl's. `case` has the keys of BASE."""
     from helpers import verl_cpu
+    from verl.trainer.distillation import distillation_ppo_loss
     from verl.workers.config import (
         ActorConfig,
+        DistillationConfig,
+        DistillationLossConfig,
         FSDPEngineConfig,
         FSDPOptimizerConfig,
         HFModelConfig,
@@ -132,7 +138,12 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
         entropy_coeff=case["entropy"],
         policy_loss={"loss_mode": case["loss_mode"] if ours else "gspo"},
     )
-    worker.set_loss_fn(functools.partial(ppo_loss, config=actor))
+    loss = functools.partial(ppo_loss, config=actor)
+    if case["teacher"] is not None:
+        settings = {"loss_mode": "forward_kl_topk", "use_policy_gradient": False, "distillation_loss_coef": 0.5}
+        config = DistillationConfig(distillation_loss=DistillationLossConfig(**settings | case["teacher"]))
+        loss = functools.partial(distillation_ppo_loss, config=actor, distillation_config=config)
+    worker.set_loss_fn(loss)
     return worker
 
 
@@ -173,6 +184,10 @@ def batch(rank: int, case: dict[str, Any]) -> Any:
     )
     if case["weights"]:
         data["rollout_is_weights"] = torch.rand(4, responses, generator=rng) + 0.5
+    if case["teacher"] is not None:  # one of the answers has no advantage, so only the teacher gives it a gradient
+        data["advantages"][2] = 0
+        best = torch.randn(4, prompts + responses, 50, generator=rng).log_softmax(-1).topk(TEACHER_K)
+        data["teacher_ids"], data["teacher_logprobs"] = best.indices.int(), best.values
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(data, temperature=case["temperature"], calculate_entropy=True, global_batch_size=8)
     return data

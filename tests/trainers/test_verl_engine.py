@@ -34,6 +34,13 @@ ON_ONE_RANK: dict[str, dict[str, Any]] = {
     "kl, entropy, our policy loss": {"kl": 0.1, "entropy": 0.01, "loss_mode": "gspo_kernels", "micro": 2},
     "our policy loss, weights": {"weights": True, "loss_mode": "gspo_kernels", "packed": False},
     "token-mean": {"aggregation": "token-mean"},
+    "teacher, our policy loss, padded, temperature": {
+        "teacher": {"log_prob_min_clamp": -4.0},
+        "loss_mode": "gspo_kernels",
+        "packed": False,
+        "temperature": 0.7,
+    },
+    "only the teacher": {"teacher": {"use_task_rewards": False}, "epochs": 1, "micro": 2},
 }
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "packed, untied": {},
@@ -41,11 +48,13 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": 4, "tied": True},
     "LoRA, untied, padded": {"lora": 4, "packed": False},
     "FSDP1": {"strategy": "fsdp", "tied": True, "micro": 2},
+    "teacher": {"teacher": {}, "micro": 2},
 }
+OVERLAP = {"distillation/overlap_ratio", "distillation/overlap_token_advantage"}  # need the student's own top k
 
 
 def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Compute old and reference log-probs with the worker, then train three epochs on one batch."""
+    """Compute old and reference log-probs with the worker, then train on one batch."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import no_padding_2_padding
 
@@ -56,7 +65,11 @@ def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, 
     entropy = no_padding_2_padding(out["entropy"], data)
     data["old_log_probs"] = old
     data["ref_log_prob"] = old - 0.1
-    tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=4 * ranks, epochs=3, seed=1)
+    teacher = case["teacher"]
+    if teacher is not None:  # without entropies, nothing but the teacher forbids skipping
+        only = not teacher.get("use_task_rewards", True)
+        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=only, calculate_entropy=False)
+    tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=4 * ranks, epochs=case["epochs"], seed=1)
     metrics = tu.get(worker.train_mini_batch(data), "metrics")
     module = worker.engine.module
     fsdp1 = isinstance(module, FullyShardedDataParallel)
@@ -89,9 +102,10 @@ def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
             torch.testing.assert_close(ours[name], stock[name], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
         added = {"gspo/passes", "gspo/dropped_gradient_mass", "gspo/live_row_share", "gspo/rows_differentiated"}
         assert ours["metrics"].keys() - stock["metrics"].keys() == added
-        assert ours["metrics"].keys() >= stock["metrics"].keys()
+        left_out = OVERLAP if case["teacher"] is not None else set()
+        assert stock["metrics"].keys() - ours["metrics"].keys() == left_out
         for key, value in stock["metrics"].items():
-            if key.startswith("perf/") or key == "mfu":
+            if key in OVERLAP or key.startswith("perf/") or key == "mfu":
                 continue
             relative, absolute = TRAINER_ABSOLUTE, TRAINER_ABSOLUTE
             if key in ("loss", "actor/pg_loss"):
@@ -103,7 +117,7 @@ def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
             assert ours["metrics"][key] == pytest.approx(value, rel=relative, abs=absolute), key
         assert max(stock["metrics"]["grad_norm"]) > 1e-3
         shares = ours["metrics"]["gspo/rows_differentiated"]  # the first update clips nothing
-        assert shares[0] == 1 and (min(shares) < 1) == (case["kl"] == case["entropy"] == 0)
+        assert shares[0] == 1 and (min(shares) < 1) == (case["kl"] == case["entropy"] == 0 and case["teacher"] is None)
         assert stock["parameters"].keys() == ours["parameters"].keys()
         for key, p in stock["parameters"].items():
             torch.testing.assert_close(ours["parameters"][key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)

@@ -32,9 +32,10 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_rejection_mask,
 )
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, DistillationLossConfig
 
 from gspo_kernels.integrations.verl import gspo_policy_loss
+from gspo_kernels.integrations.verl.distillation import warn_of_detached_divergence
 from gspo_kernels.integrations.verl.engine import _predicts_response
 from gspo_kernels.integrations.verl.megatron import linear_topk_log_probs
 
@@ -219,6 +220,12 @@ def test_positions_of_nested_responses_are_masked_correctly() -> None:
     # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
     # first position is 5 in the packed batch.
     assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]
+
+
+def test_a_top_k_divergence_as_an_advantage_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_warned", set())
+    with pytest.warns(UserWarning, match="its expected gradient is 0"):
+        warn_of_detached_divergence(DistillationLossConfig(loss_mode="forward_kl_topk", use_policy_gradient=True))
 
 
 def test_top_k_distillation_equals_verls() -> None:

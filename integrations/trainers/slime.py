@@ -255,6 +255,9 @@ def loss(
         if rollout is not None:
             compared = log_probs if args.use_rollout_logprobs else old
             per_token["train_rollout_logprob_abs_diff"] = (compared - rollout).abs()
+        reverse_kl = concatenated("opd_reverse_kl")
+        if reverse_kl is not None:
+            per_token["opd_reverse_kl"] = reverse_kl
         if args.use_kl_loss and ref is not None:
             per_token["kl_loss"] = _kl(args, log_probs, ref, old)
         if objective.surrogate in ("clip", "cispo"):  # slime has no other surrogate

@@ -222,6 +222,7 @@ def call_slime(
         "log_probs": rows(b.old) if old else [],
         "ref_log_probs": rows(b.ref),
         "rollout_log_probs": rows(engine(b)),
+        "opd_reverse_kl": rows(b.old - b.ref),
     }
     mean = lambda x: ((x.view(-1, 16) * b.mask).sum(1) / mask_sums.clamp(min=1)).sum()  # noqa: E731
     args = SimpleNamespace(**{**SLIME, **changes})
@@ -273,6 +274,7 @@ def test_slimes_loss_and_metrics_are_its_sums_of_sample_means(
             "pg_clipfrac": mean(worse(ratio, b, objective.clip_low, objective.clip_high).double()),
             "ppo_kl": mean(old - lp),
             "train_rollout_logprob_abs_diff": mean(((lp if of_engine else old) - engine(b)).abs()),
+            "opd_reverse_kl": mean(b.old - b.ref),
             **({"kl_loss": mean(kl)} if flags.get("use_kl_loss") else {}),
         }
 

@@ -10,6 +10,7 @@ from typing import Any
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from gspo_kernels import distillation
 from gspo_kernels.backends.dispatch import backend_variable
 from gspo_kernels.backends.workspace import cache_variable
 from gspo_kernels.objective import TOKEN_WINDOW
@@ -50,12 +51,16 @@ class GSPOConfig(GRPOConfig):
     `skip_zero_advantage` and `skip_rows_without_gradient` are arguments of `accelerate_trainer`. `zero_equal_rewards`
     gives groups with bitwise equal rewards an advantage of exactly 0.
 
+    `distillation_coef` times the mean divergence from a teacher, in nats per token, joins the loss of GSPOTrainer. For
+    every `loss_type`, the mean divides by the tokens of the rollout per optimizer step. `distillation_kind` and
+    `distillation_tail` are arguments of `topk_divergence`.
+
     Raises:
         ValueError, TypeError: GRPOConfig refuses a setting; `generation_batch_size` and `steps_per_generation`
             disagree; `gradient_budget`, `cache_mib` or `head_precision` is invalid; or a setting of the loss is:
             `loss_type`, `importance_sampling_level`, `epsilon`, `epsilon_high`, `delta`, `beta`, `temperature`,
             `sapo_temperature_pos`, `sapo_temperature_neg`, `vespo_k_pos`, `vespo_lambda_pos`, `vespo_k_neg`,
-            `vespo_lambda_neg`.
+            `vespo_lambda_neg`, or one that begins with `distillation_`.
     """
 
     importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
@@ -110,6 +115,20 @@ class GSPOConfig(GRPOConfig):
         },
     )
 
+    distillation_coef: float = field(
+        default=0.0, metadata={"help": "Weight of the divergence from a teacher, a mean over tokens. 0: no teacher."}
+    )
+    distillation_schedule: str = field(
+        default="constant", metadata={"help": "'linear' decreases `distillation_coef` to 0 over the training."}
+    )
+    distillation_k: int = field(
+        default=16, metadata={"help": "Number of the likeliest ids of each token that a local teacher returns."}
+    )
+    distillation_kind: str = field(default="forward", metadata={"help": "Divergence, see `topk_divergence`."})
+    distillation_tail: str = field(
+        default="bucket", metadata={"help": "Treatment of the other ids, see `topk_divergence`."}
+    )
+
     def __post_init__(self) -> None:
         BackwardSettings(self.gradient_budget, self.cache_mib, self.head_precision).check("GSPOConfig")
         for name in ("skip_zero_advantage", "skip_rows_without_gradient"):
@@ -117,6 +136,7 @@ class GSPOConfig(GRPOConfig):
                 Checks("GSPOConfig").boolean(name, getattr(self, name))
         Checks("GSPOConfig").boolean("zero_equal_rewards", self.zero_equal_rewards)
         _check_loss(self)
+        _check_distillation(self)
         batch_size = self.generation_batch_size
         if self.steps_per_generation is not None:
             self.generation_batch_size = None  # TRL computes a value, which is compared with batch_size below
@@ -164,6 +184,17 @@ def _check_loss(config: GSPOConfig) -> None:
     if loss_type == "vespo":
         for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"):
             check.number(name, getattr(config, name), "a finite number >= 0", lambda x: 0 <= x < math.inf)
+
+
+def _check_distillation(config: GSPOConfig) -> None:
+    check = Checks("GSPOConfig")
+    check.number("distillation_coef", config.distillation_coef, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+    check.choice("distillation_schedule", config.distillation_schedule, ("constant", "linear"))
+    if not isinstance(config.distillation_k, int) or config.distillation_k < 1:
+        check.fail("distillation_k", "an int >= 1", config.distillation_k)
+    check.choice("distillation_kind", config.distillation_kind, distillation.KINDS)
+    tails = distillation.TAILS if config.distillation_kind != "generalized" else ("drop",)
+    check.choice("distillation_tail", config.distillation_tail, tails)
 
 
 def wanted(trainer: Any, name: str, argument: bool | None) -> bool | None:

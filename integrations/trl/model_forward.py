@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +17,14 @@ _PADDED = {"input_ids", "attention_mask", "use_cache"}  # the model's inputs, if
 Layout = Literal["as given", "aligned", "packed"]
 
 
+@dataclass
+class ExtraIds:
+    """Ids [B, C, k] of the last C tokens, whose log-probs the next forward computes too. Negative ids are absent."""
+
+    ids: Tensor
+    log_probs: Tensor | None = None  # [B, C, k], written by the forward
+
+
 class ModelLogProbs(NamedTuple):
     """The log-probs of a model with the settings of a trainer, for `FusedHead.fused_lm_head`.
 
@@ -26,6 +35,7 @@ class ModelLogProbs(NamedTuple):
     temperature: float
     backward: BackwardSettings
     layout: Layout = "as given"
+    extra: ExtraIds | None = None
 
     def __call__(
         self,
@@ -48,21 +58,28 @@ class ModelLogProbs(NamedTuple):
         else:
             raise ValueError("fused_lm_head: labels or shift_labels must be given, got neither")
         kwargs["use_cache"] = False
-        batch = None
+        batch = extra_ids = None
+        if self.extra is not None:
+            before = targets.shape[1] - self.extra.ids.shape[1]
+            extra_ids = nn.functional.pad(self.extra.ids, (0, 0, before, 0), value=-1)  # [B, T - 1, k]
         if self.layout != "as given" and shift_labels is None and not args and kwargs.keys() == _PADDED:
-            batch = rearranged(self.layout, kwargs["input_ids"], kwargs["attention_mask"], targets)
+            batch = rearranged(self.layout, kwargs["input_ids"], kwargs["attention_mask"], targets, extra_ids)
 
         def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
             options |= {"temperature": self.temperature, **self.backward._asdict()}
+            if extra_ids is not None:
+                options["extra_ids"] = extra_ids if batch is None else batch.extra_ids
             if batch is not None:
                 return linear_log_probs(hidden, lm_head, batch.targets, entropy=True, **options)
             states = hidden if shift_labels is not None else hidden[:, :-1]
             return linear_log_probs(states, lm_head, targets, entropy=True, **options)
 
         scores, output = run(*args, with_head=score, **(kwargs if batch is None else batch.inputs))
-        log_probs, entropy = scores.log_probs, scores.entropy
         if batch is not None:
-            log_probs, entropy = batch.as_given(log_probs), batch.as_given(entropy)
+            scores = type(scores)(*(x if x is None else batch.as_given(x) for x in scores))
+        log_probs, entropy = scores.log_probs, scores.entropy
+        if self.extra is not None:
+            self.extra.log_probs = scores.extra_log_probs[:, -self.extra.ids.shape[1] :]
         mask = targets != -100  # [B, T - 1] or [B, T]
         loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         return utils.FusedCausalLMOutput(
@@ -81,13 +98,17 @@ class Rearranged(NamedTuple):
     targets: Tensor  # in the new layout
     places: Tensor  # [B, T], in the flattened new layout. Those of padding are arbitrary
     is_token: Tensor  # bool [B, T]
+    extra_ids: Tensor | None  # in the new layout
 
     def as_given(self, x: Tensor) -> Tensor:
-        """Put numbers of the tokens into zeros [B, T - 1]."""
-        return torch.where(self.is_token, x.flatten()[self.places], 0)[:, :-1]
+        """Put numbers of the tokens into zeros [B, T - 1] or [B, T - 1, k]."""
+        is_token = self.is_token.view(*self.is_token.shape, *[1] * (x.ndim - 2))
+        return torch.where(is_token, x.flatten(0, 1)[self.places], 0)[:, :-1]
 
 
-def rearranged(layout: Layout, ids: Tensor, mask: Tensor, targets: Tensor) -> Rearranged | None:
+def rearranged(
+    layout: Layout, ids: Tensor, mask: Tensor, targets: Tensor, extra_ids: Tensor | None = None
+) -> Rearranged | None:
     """Align or pack a padded batch. None if a row has gaps, or a target but no token before it.
 
     Reads the host once. Flash attention would do so in every layer of a packed row without `cu_seq_lens_*` and
@@ -96,6 +117,7 @@ def rearranged(layout: Layout, ids: Tensor, mask: Tensor, targets: Tensor) -> Re
     Args:
         ids, mask: [B, T].
         targets: [B, T - 1], the ids after each token, or -100.
+        extra_ids: [B, T - 1, k], or negative.
     """
     is_token = mask != 0
     rows, width = is_token.shape
@@ -117,8 +139,9 @@ def rearranged(layout: Layout, ids: Tensor, mask: Tensor, targets: Tensor) -> Re
     def moved(x: Tensor, empty: int) -> Tensor:
         # Padding is written to a place behind the last, which is dropped.
         end = shape[0] * shape[1]
-        flat = torch.full((end + 1,), empty, dtype=x.dtype, device=x.device)
-        return flat.scatter(0, torch.where(is_token, places, end).flatten(), x.flatten())[:end].view(shape)
+        flat = torch.full((end + 1, *x.shape[2:]), empty, dtype=x.dtype, device=x.device)
+        flat[torch.where(is_token, places, end)] = x
+        return flat[:end].view(*shape, *x.shape[2:])
 
     inputs: dict[str, Any] = {"input_ids": moved(ids, 0), "use_cache": False}
     if layout == "aligned":
@@ -127,4 +150,7 @@ def rearranged(layout: Layout, ids: Tensor, mask: Tensor, targets: Tensor) -> Re
         offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(ids.device, torch.int32)
         inputs["position_ids"] = moved(positions, 0)
         inputs |= {f"cu_seq_lens_{x}": offsets for x in "qk"} | {f"max_length_{x}": longest for x in "qk"}
-    return Rearranged(inputs, moved(nn.functional.pad(targets, (0, 1), value=-100), -100), places, is_token)
+    targets = moved(nn.functional.pad(targets, (0, 1), value=-100), -100)
+    if extra_ids is not None:
+        extra_ids = moved(nn.functional.pad(extra_ids, (0, 0, 0, 1), value=-1), -1)
+    return Rearranged(inputs, targets, places, is_token, extra_ids)

@@ -23,7 +23,8 @@ from .config import LEVELS, METHOD, GSPOConfig, backward_settings, check_trainer
 from .logs import log_backwards, print_settings, replace_method
 from .model_forward import ModelLogProbs
 from .row_checkpoint import LiveRows, check_rows
-from .zero_advantage import EqualRewards, LiveAnswers, check_skipping
+from .teacher import Distillation, LocalTeacher
+from .zero_advantage import TEACHER, EqualRewards, LiveAnswers, check_skipping, models_of
 
 # Attributes of a trainer.
 _LOG_PROBS = "_gspo_log_probs"  # its ModelLogProbs
@@ -41,13 +42,19 @@ class GSPOTrainer(GRPOTrainer):
     Groups with bitwise equal rewards get an advantage of exactly 0, unless `zero_equal_rewards` of its GSPOConfig is
     False. TRL's rounding gives twelve rewards of 0.7 an advantage of 1.2e-3.
 
+    `teacher` is a transformers model, which is frozen, or the folder or hub id of one. While answers are trained on, it
+    scores them with `linear_top_k`, and `distillation_coef` times the divergence from it joins the loss. With a
+    `distillation_coef` and no `teacher`, the `rollout_func` returns `teacher_ids` and `teacher_log_probs`, [T, k] for
+    each answer, at the trainer's temperature.
+
     The model card names GSPO and its paper, or GRPO if `args` does not select a sequence-level ratio.
 
     Raises:
         ValueError, TypeError: `accelerate_trainer` would refuse the settings or the class, `args` is not a GRPOConfig,
-            GRPOTrainer's loss does not know its `importance_sampling_level`, or `model` is a path to a missing folder.
-            These errors come before the model is loaded.
-        HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
+            GRPOTrainer's loss does not know its `importance_sampling_level`, `model` is a path to a missing folder, or
+            `teacher` is given without a `distillation_coef`. These errors come before the model is loaded.
+        HeadError, TypeError, ValueError: `fuse_head` does not support the model, the teacher or a head.
+        ValueError: the teacher has another vocabulary.
 
     Warns:
         UserWarning: `args` does not select a sequence-level ratio. The warnings of `accelerate_trainer` also apply.
@@ -67,11 +74,22 @@ class GSPOTrainer(GRPOTrainer):
             }"""),  # noqa: E501
     }
 
-    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *positional: Any,
+        teacher: Any = None,
+        **kwargs: Any,
+    ) -> None:
         args = GSPOConfig(output_dir="gspo") if args is None else args
         settings = _settings_of_gspo_trainer(type(self), args)
         if isinstance(model, str) and model.startswith(("/", ".")) and not os.path.isdir(model):  # no hub id
             Checks("GSPOTrainer").fail("model", "a folder that exists, a hub id or a model", model)
+        coef = getattr(args, "distillation_coef", 0)
+        if teacher is not None and not coef:
+            Checks("GSPOTrainer").fail("distillation_coef", "a number > 0 with teacher", coef)
         if args.importance_sampling_level == "token":
             for name in ("_tag_names", "_name", "_paper"):  # of the model card
                 setattr(self, name, getattr(GRPOTrainer, name))
@@ -85,6 +103,7 @@ class GSPOTrainer(GRPOTrainer):
             )
         _warn_of_overridden_log_probs("GSPOTrainer", type(self), stacklevel=3)
         warn_of_settings_that_never_clip(self, stacklevel=4)
+        setattr(self, TEACHER, None if teacher is None else LocalTeacher(self, teacher))
         check_skipping("GSPOTrainer", self, None)
         check_rows("GSPOTrainer", self, None)
         _accelerate("GSPOTrainer", self, settings, None, None)
@@ -154,8 +173,8 @@ def accelerate_trainer(
 
     Raises:
         TypeError: `trainer` is not a GRPOTrainer.
-        ValueError: the budget is not 0 and TRL adds an entropy bonus; `use_liger_kernel` is set on a CPU (Liger's
-            kernels need a GPU).
+        ValueError: the budget is not 0 and TRL adds an entropy bonus; `distillation_coef` is not 0 (use GSPOTrainer);
+            `use_liger_kernel` is set on a CPU (Liger's kernels need a GPU).
         ValueError: `skip_zero_advantage` or `skip_rows_without_gradient` is True, and skipping would change gradients,
             for example with `beta` or with dropout.
         ValueError, TypeError: `gradient_budget`, `cache_mib`, `head_precision` or one of these two is invalid.
@@ -172,6 +191,9 @@ def accelerate_trainer(
     if not isinstance(trainer, GRPOTrainer):
         Checks(place).fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
     check_trainer(place, trainer.args)
+    coef = getattr(trainer.args, "distillation_coef", 0)
+    if coef and not isinstance(trainer, GSPOTrainer):
+        Checks(place).fail("distillation_coef", "0 (GSPOTrainer takes a teacher)", coef)
     bonus = trainer._entropy_bonus_enabled
     settings = backward_settings(place, trainer.args, bonus, gradient_budget, cache_mib, head_precision)
     check_skipping(place, trainer, skip_zero_advantage)
@@ -185,8 +207,8 @@ def _accelerate(
     place: str, trainer: Trainer, settings: BackwardSettings, skip_answers: bool | None, skip_rows: bool | None
 ) -> Trainer:
     """Fuse the trainer's models and replace its methods. `place` is the function or class that the user called."""
-    models: list[Any] = [x for x in (trainer.model, trainer.ref_model) if x is not None]
-    models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
+    unwrapped = (base_model(trainer.accelerator.unwrap_model(model)) for model in models_of(trainer))
+    models: list[Any] = list(dict.fromkeys(unwrapped))
     heads = [fuse_head(base) for base in models]
     for head in heads:
         if not head.is_outermost():
@@ -198,7 +220,10 @@ def _accelerate(
     if previous is None:
         log_backwards(trainer)
         _use_log_probs(trainer)
-        setattr(trainer, _LIVE, LiveAnswers(trainer, LiveRows(trainer)))
+        distillation = None
+        if getattr(trainer.args, "distillation_coef", 0):
+            distillation = Distillation(trainer, vars(trainer).get(TEACHER))
+        setattr(trainer, _LIVE, LiveAnswers(trainer, LiveRows(trainer), distillation))
         if getattr(trainer.args, "zero_equal_rewards", True):
             EqualRewards(trainer, zeroes=isinstance(trainer, GSPOTrainer))
     live: LiveAnswers = vars(trainer)[_LIVE]
@@ -235,8 +260,9 @@ def log_probs_of(trainer: Any) -> Iterator[None]:
         )
     present = [head for head in heads if head is not None]
     live: LiveAnswers = vars(trainer)[_LIVE]
+    extra = None if live.distillation is None else live.distillation.extra
     for head in present:
-        head.fused_lm_head = vars(trainer)[_LOG_PROBS]._replace(layout=live.skipping.layout)
+        head.fused_lm_head = vars(trainer)[_LOG_PROBS]._replace(layout=live.skipping.layout, extra=extra)
     try:
         yield
     finally:

@@ -35,11 +35,13 @@ from .config import LOSS_TYPES, METHOD, check_wanted, wanted
 from .logs import method_before, replace_method
 from .model_forward import Layout
 from .row_checkpoint import LiveRows
+from .teacher import Distillation
 
 _COMPUTE_LOSS, _GENERATE, _PREPARE = "_compute_loss", "_generate_and_score_completions", "_prepare_inputs"
 _SAMPLE = "_generate"
 _OLD = "old_per_token_logps"  # TRL's key
 SKIP = "skip_zero_advantage"
+TEACHER = "_gspo_teacher"  # the attribute of a trainer with its LocalTeacher, or None
 _PROMPTS = ("prompt_ids", "prompt_mask")  # padded on the left
 # TRL's metrics that are means over tokens, the second ones with token ratios only.
 _TOKEN_MEANS = ("kl",)
@@ -47,7 +49,7 @@ _CLIP_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region
 # TRL's keys whose tensors have a row per answer. With other keys, answers stay on their rank.
 _KEYS = {
     *_PROMPTS, "completion_ids", "completion_mask", "tool_mask", "advantages", _OLD, "sampling_per_token_logps",
-    "importance_sampling_ratio", "ref_per_token_logps",
+    "importance_sampling_ratio", "ref_per_token_logps", "teacher_ids", "teacher_log_probs",
 }  # fmt: skip  # names
 
 
@@ -55,7 +57,7 @@ class Skipping(NamedTuple):
     """What does not run through the model.
 
     `is_on`: answers whose gradient is 0 do not run. With `by_advantage`, those are answers with advantage 0. Otherwise,
-    KL or an entropy bonus gives these a gradient, and only answers without unmasked tokens have none.
+    KL, an entropy bonus or a teacher gives these a gradient, and only answers without unmasked tokens have none.
     `crops`: the other answers are cropped to the longest of them.
     `layout`: how a model runs a batch, see `ModelLogProbs`. All but "as given" remove the padding of prompts.
     `moves`: within an optimizer step, they are sorted by length, so that micro-batches have little padding.
@@ -89,7 +91,7 @@ def skipping(trainer: Any, requested: bool | None, interaction: str | None) -> S
         reason = reason or has_gradient
         return Skipping(description=f"{SKIP}=False{f' ({reason})' if value is None else ''}")
     length, order = _dependence_on_length(trainer), _dependence_on_order(trainer)
-    models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
+    models = models_of(trainer)
     layout: Layout = "aligned" if not length and all(map(positions_are_relative, models)) else "as given"
     if layout == "aligned" and all(map(may_be_packed, models)):
         layout = "packed"
@@ -105,6 +107,8 @@ def skipping(trainer: Any, requested: bool | None, interaction: str | None) -> S
 
 def _has_gradient(trainer: Any) -> str | None:
     """Name a term of the loss that gives answers with advantage 0 a gradient."""
+    if coef := getattr(trainer.args, "distillation_coef", 0):
+        return f"distillation_coef={coef}"
     if trainer.beta != 0:
         return f"beta={trainer.beta}"
     return "an entropy bonus" if trainer._entropy_bonus_enabled else None
@@ -131,11 +135,18 @@ def _other_gradients_change(trainer: Any) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+def models_of(trainer: Any) -> list[Any]:
+    """The policy, the reference model and the local teacher, as far as a trainer has them."""
+    local = vars(trainer).get(TEACHER)
+    models = trainer.model, trainer.ref_model, None if local is None else local.model
+    return [model for model in models if model is not None]
+
+
 def _dependence_on_length(trainer: Any) -> str | None:
     """Name what forbids cropping answers to the longest one that runs."""
     if trainer.pad_to_multiple_of:
         return f"pad_to_multiple_of={trainer.pad_to_multiple_of}"
-    return rope_of_longest_row(trainer.model)
+    return next(filter(None, map(rope_of_longest_row, models_of(trainer))), None)
 
 
 def _dependence_on_order(trainer: Any) -> str | None:
@@ -224,10 +235,11 @@ class LiveAnswers:
     computed just before that step, by the same calls of the model as in training: same rows, same width.
     """
 
-    def __init__(self, trainer: Any, rows: LiveRows) -> None:
+    def __init__(self, trainer: Any, rows: LiveRows, distillation: Distillation | None = None) -> None:
         """Replace methods of the trainer. Before training, call `decide`."""
         self.trainer = trainer
         self.rows = rows
+        self.distillation = distillation
         self.requested: bool | None = None
         self.skipping = Skipping()
         self._batch: Mapping[str, Any] | None = None  # the batch whose log-probs are computed, if rows are skipped
@@ -266,10 +278,17 @@ class LiveAnswers:
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         skips = self._skips()
         self._batch = inputs if skips else None
+        distillation = self.distillation if self.trainer.model.training else None
+        if distillation is not None:
+            distillation.batch = inputs
         try:
             loss = self._replaced[_COMPUTE_LOSS](model, inputs)
+            if distillation is not None:
+                loss = loss + distillation.term()
         finally:
             self._batch = None
+            if distillation is not None:
+                distillation.forget()
         if self._is_deferred and self.trainer.model.training:
             inputs.setdefault(_OLD, self._log_probs)
         if skips:
@@ -287,6 +306,9 @@ class LiveAnswers:
             given = {name for name, x in options.items() if x is not None}
             is_rollout = given == {"batch_size"} and not args and self.skipping.crops and not torch.is_grad_enabled()
             run = self._run_by_length if is_rollout else self._replaced[METHOD]
+            if self.distillation is not None and self.distillation.batch is not None:
+                rows, unmasked = torch.arange(len(input_ids)), loss_mask(self.distillation.batch)
+                self._ask(rows, input_ids, attention_mask, unmasked, logits_to_keep)
             out = run(model, input_ids, attention_mask, logits_to_keep, *args, **options)
         else:
             out = self._run_live_rows(self._batch, model, input_ids, attention_mask, **options)
@@ -306,12 +328,14 @@ class LiveAnswers:
             # All ranks must call the model, and AdamW must get gradients of 0 instead of None. Two tokens are enough.
             ids = input_ids[:1, prompt - 1 : prompt + 1] if self.skipping.crops else input_ids[:1]
             keep = 1 if self.skipping.crops else width
+            self._ask(rows, ids, torch.ones_like(ids), mask, keep)
             with self.rows.uncounted():
                 log_probs, entropy, *rest = self._replaced[METHOD](model, ids, torch.ones_like(ids), keep, **options)
             full = full + 0 * log_probs.sum()
             place = None
         else:
             ids, attended = (x[rows, : prompt + width] for x in (input_ids, attention_mask))
+            self._ask(rows, ids, attended, mask, width)
             log_probs, entropy, *rest = self._replaced[METHOD](model, ids, attended, width, **options)
             place = rows[:, None], torch.arange(width, device=rows.device)
             full = full.to(log_probs.dtype).index_put(place, log_probs)
@@ -322,6 +346,10 @@ class LiveAnswers:
             sums = (entropy.detach() * ran).sum(), ran.sum(), live.sum(), torch.ones_like(live).sum()
             self._sums = torch.stack([x.float() for x in sums])
         return full, entropy, *rest
+
+    def _ask(self, rows: Tensor, ids: Tensor, attended: Tensor, unmasked: Tensor, width: int) -> None:
+        if self.distillation is not None:
+            self.distillation.ask(rows, ids, attended, unmasked, width, self.skipping.layout)
 
     def _run_by_length(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int, **_: None
@@ -384,6 +412,8 @@ class LiveAnswers:
             self._defers = self._is_rollout = False
         if self._is_deferred:
             del output[_OLD]
+        if self.distillation is not None:
+            self.distillation.collect(inputs, output)
         return output
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -463,7 +493,7 @@ class LiveAnswers:
             and not any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("tp", "cp", "sp"))  # equal rows
             and (_OLD not in batch or self._generates_as_trl())
         )
-        kinds = [(name, str(rows[name].dtype), rows[name].ndim) for name in sorted(rows)] if can else None
+        kinds = [(name, str(x.dtype), x.ndim, x.shape[2:]) for name, x in sorted(rows.items())] if can else None
         every = gather_object([(kinds, rows[_PROMPTS[0]].shape[1] if can else 0)])
         widths = {width for _, width in every}
         is_alike = kinds is not None and all(other == kinds for other, _ in every)

@@ -87,6 +87,11 @@ FAULTS: dict[str, Fault] = {
         "[-trainer.beta != 0-]{+False+}",
         "trainers/trl_zero_advantage::test_settings_that_make_skipping_inexact_are_named",
     ),
+    "answers with advantage 0 do not learn from a teacher": (
+        "_has_gradient",
+        '[-return f"distillation_coef={coef}"-]{+pass+}',
+        "trainers/trl_teacher::test_gradients_and_logs_equal_those_of_full_logits[aligned]",
+    ),
     "the divisors of an update count only answers that run": (
         "gradients",
         "divisors = normalizers(config, [-mask-]{+take(batch.rollout, rows_to_run(batch.live, rows)).answer_mask+})",

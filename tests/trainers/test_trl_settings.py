@@ -65,6 +65,11 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [  # a setting, its value, and ot
     ("sapo_temperature_pos", 0.0, {"loss_type": "sapo"}),
     ("sapo_temperature_neg", NAN, {"loss_type": "sapo"}),
     ("vespo_lambda_pos", NAN, {"loss_type": "vespo"}),
+    ("distillation_coef", NAN, {}),
+    ("distillation_schedule", "cosine", {}),
+    ("distillation_k", 0, {}),
+    ("distillation_kind", "kl", {}),
+    ("distillation_tail", "bucket", {"distillation_kind": "generalized"}),
 ]
 ALLOWED: list[dict[str, Any]] = [
     {"loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None},

@@ -1,0 +1,197 @@
+"""A teacher in TRL's trainer: losses, gradients, weights and logs equal those of full float64 logits."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="1.15")
+pytest.importorskip("datasets")
+import transformers
+from helpers.trl_trainer import checkpoint, make_trainer
+from tolerance import MODEL_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
+from torch import Tensor
+from trl import GRPOTrainer
+
+from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, zero_advantage
+from gspo_kernels.integrations.trl.zero_advantage import loss_mask
+
+K, COEF = 3, 0.7
+OPTIONS: dict[str, Any] = {"distillation_coef": COEF, "distillation_k": K, "max_grad_norm": 1e9, "epsilon": 0.2}
+OPTIONS |= {"epsilon_high": 0.2, "gradient_accumulation_steps": 4, "steps_per_generation": 8, "temperature": 0.8}
+
+
+def teacher_of(folder: Path) -> str:
+    """Write another model with the same tokenizer, whose head has two more columns of padding."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(folder))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    model.resize_token_embeddings(12)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def full_log_probs(model: Any, batch: dict[str, Tensor], temperature: float) -> Tensor:
+    """Compute log-probs [B, C, V] of the answers from full logits, a row at a time, without padding."""
+    ids, attended = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+    width, rows = batch["completion_ids"].shape[1], []
+    for row, answer, mask in zip(ids, batch["completion_mask"], attended.bool(), strict=True):
+        logits = model(input_ids=row[mask][None], use_cache=False).logits[0, -1 - int(answer.sum()) : -1, :10]
+        rows.append(torch.nn.functional.pad(logits, (0, 0, 0, width - len(logits))))
+    return (torch.stack(rows) / temperature).log_softmax(-1)
+
+
+def dead_reward(completions: list[str], **_: Any) -> list[float]:
+    """Of every second group, all answers get 1."""
+    return [1.0 if i // 4 % 2 else float(text.count("a") - text.count("b")) for i, text in enumerate(completions)]
+
+
+class Reference:
+    """Repeats each optimizer step in float64 with full logits, from the batches that the trainer gets."""
+
+    def __init__(self, trainer: Any, teacher: Any) -> None:
+        self.trainer, self.teacher = trainer, teacher.double()
+        self.batches: list[dict[str, Any]] = []
+        self.errors: list[float] = []
+        self.logs: list[tuple[float, ...]] = []  # divergence and the teacher's probability per token, rows that run
+        self.stepped = 0
+        compute, reference = trainer._compute_loss, self
+
+        def compute_loss(model: Any, inputs: Any) -> Tensor:
+            if model.training:
+                reference.batches.append(dict(inputs))
+            return compute(model, inputs)
+
+        class Check(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                reference.check()
+
+        trainer._compute_loss = compute_loss
+        trainer.add_callback(Check())
+
+    def check(self) -> None:
+        trainer, temperature = self.trainer, self.trainer.temperature
+        model = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model)).eval()
+        twin = type(model)(model.config).double().eval()
+        twin.load_state_dict(model.state_dict())
+        total, divergences, inside, tokens = torch.zeros(()), 0.0, 0.0, 0
+        run = torch.cat([loss_mask(batch).any(1) for batch in self.batches])
+        for batch in self.batches:
+            mask = loss_mask(batch)
+            log_p = full_log_probs(twin, batch, temperature)
+            with torch.no_grad():
+                q, ids = full_log_probs(self.teacher, batch, temperature).exp().topk(K, -1)
+            new = log_p.gather(-1, batch["completion_ids"][..., None])[..., 0]
+            old = batch.get("old_per_token_logps", new.detach()).double()
+            ratio = (((new - old) * mask).sum(1) / mask.sum(1).clamp(min=1)).exp()
+            advantages = batch["advantages"]
+            policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean() / len(self.batches)
+            p = log_p.exp().gather(-1, ids)
+            rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
+            per_token = (q * (q / p).log()).sum(-1) + rest_q * (rest_q / rest_p).log()
+            count = batch["num_items_in_batch"] * trainer.args.gradient_accumulation_steps
+            total = total + policy + self.coef() * (per_token * mask).sum() * trainer.args.steps_per_generation / count
+            divergences += (per_token * mask).sum().item()
+            inside += (q.sum(-1) * mask).sum().item()
+            tokens += int(mask.sum())
+        total.backward()
+        ours, truth = (torch.cat([p.grad.flatten() for p in x.parameters()]) for x in (trainer.model, twin))
+        assert truth.norm() > 0
+        self.errors.append(((ours - truth).norm() / truth.norm()).item())
+        self.logs.append((divergences / tokens, inside / tokens, run.double().mean().item()))
+        self.batches = []
+        self.stepped += 1
+
+    def coef(self) -> float:
+        args = self.trainer.args
+        return COEF * (1 - self.stepped / args.max_steps if args.distillation_schedule == "linear" else 1)
+
+
+class Scored:
+    """A rollout_func that returns random answers and what a local teacher returns for them."""
+
+    def __init__(self, teacher: Any) -> None:
+        self.teacher, self.generator = teacher, torch.Generator().manual_seed(0)
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        made: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs")}
+        made |= {"teacher_ids": [], "teacher_log_probs": []}
+        for i in range(len(prompts)):
+            prompt, answer = (torch.randint(2, 10, (1, n), generator=self.generator) for n in (2 + i % 2, 1 + i % 6))
+            batch = {"prompt_ids": prompt, "completion_ids": answer}
+            batch |= {name.replace("ids", "mask"): torch.ones_like(x) for name, x in batch.items()}
+            with torch.no_grad():
+                log_q, ids = full_log_probs(self.teacher, batch, trainer.temperature)[0].topk(K, -1)
+            values = prompt[0], answer[0], torch.zeros(answer.shape[1]), ids, log_q
+            for name, value in zip(made, values, strict=True):
+                made[name].append(value.tolist())
+        return made
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "aligned": {},
+    "packed": {"mask_truncated_completions": True},
+    "not skipped": {"skip_zero_advantage": False, "gradient_checkpointing": True},
+    "rollout_func": {"gradient_checkpointing": True, "num_iterations": 2},
+    "linear": {"distillation_schedule": "linear", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_and_logs_equal_those_of_full_logits(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = teacher_of(tmp_path / "teacher")
+    full = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    if case == "packed":  # SDPA gets a mask that keeps sequences apart
+        monkeypatch.setattr(zero_advantage, "may_be_packed", lambda model: True)
+    kind = partial(GSPOTrainer, **({"rollout_func": Scored(full)} if case == "rollout_func" else {"teacher": folder}))
+    options = OPTIONS | CASES[case]
+    trainer: Any = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, config=GSPOConfig, **options)  # type: ignore[arg-type]
+    trainer.reward_funcs = [dead_reward]
+    reference = Reference(trainer, full)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == len(reference.errors) == 4
+    assert max(reference.errors) <= MODEL_GRADIENT_RELATIVE[torch.float32], reference.errors
+    for log, (divergence, inside, run) in zip(logs, reference.logs, strict=True):
+        assert log["gspo/distillation"] == pytest.approx(divergence, rel=TRAINER_LOG_RELATIVE)
+        assert log["gspo/teacher_mass"] == pytest.approx(inside, rel=TRAINER_LOG_RELATIVE)
+        assert log.get("gspo/rows_run", run) == pytest.approx(run)  # also answers with advantage 0
+
+
+def test_a_teacher_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    policy, other = (
+        checkpoint(tmp_path / "model"),
+        transformers.AutoModelForCausalLM.from_pretrained(teacher_of(tmp_path / "teacher")),
+    )
+
+    def made(teacher: Any, kind: Any = GSPOTrainer, **options: Any) -> Any:
+        kind = kind if teacher is None else partial(kind, teacher=teacher)
+        return make_trainer(kind, policy, tmp_path, config=GSPOConfig, **{**OPTIONS, **options})
+
+    with pytest.raises(ValueError, match=r"^GSPOTrainer: distillation_coef must be a number > 0 with teacher, got 0$"):
+        made(other, distillation_coef=0)
+    with pytest.raises(ValueError, match=r"teacher must be a model with 10 ids, like the policy, got one with 12$"):
+        made(other)
+    with pytest.raises(
+        TypeError, match=r"^GSPOTrainer: teacher must be a transformers model, its folder or .*, got 3$"
+    ):
+        made(3)
+    with pytest.raises(ValueError, match=r"skip_zero_advantage must be None or False with distillation_coef=0.7"):
+        made(policy, skip_zero_advantage=True)
+    with pytest.raises(ValueError, match=r"^accelerate_trainer: distillation_coef must be 0 \(GSPOTrainer takes"):
+        accelerate_trainer(made(None, GRPOTrainer))
+    with pytest.raises(ValueError, match=r"^GSPOTrainer: teacher_ids must be \[\d, k\] for answer 0, .*, got None$"):
+        made(None).train()
+    file = tmp_path / "teacher" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"h"', '"i"'))
+    with pytest.raises(ValueError, match=r"vocabulary, where 'h' has the id 9, got one where it has no id$"):
+        made(str(tmp_path / "teacher"))

@@ -28,12 +28,12 @@ CHOICES = {
     "parallel": ("ddp", "fsdp2"),
     "backend": ("auto", "torch", "triton"),
 }
-AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts"
+AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts distillation_k"
 AT_LEAST_ZERO = (
     "micro_batch_size threads max_prompt_tokens warmup_updates lora_rank checkpoint_every weight_decay top_k"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
-POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
+POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha distillation_coef"
 
 
 class Truncation(NamedTuple):
@@ -92,6 +92,9 @@ class TrainConfig:
     objective: Objective = Objective()  # a preset's name, such as dapo  # noqa: RUF009 - frozen
     old_log_probs: str = "trainer"  # trainer: recomputed before the updates; sampler: as computed while sampling
     advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
+    teacher: str | None = None  # folder or hub id of a model with the same vocabulary, to learn from; None: no teacher
+    distillation_coef: float = 1.0  # weight of the divergence from the teacher, a mean over tokens
+    distillation_k: int = 16  # the teacher's likeliest ids that are compared
     gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
     cache_mib: float | None = None  # for exponentials of logits; None: GSPO_CACHE_MIB or the device's default
     head_precision: str = ""  # fp32, or bf16x3 on tensor cores: autocast does not round the head

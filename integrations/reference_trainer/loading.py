@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gspo_kernels.extras import needs
 from ..huggingface.fused_head import base_model
 from ..huggingface.row_checkpoint import RowCheckpoint
 from ..huggingface.rows import separate_experts
+from ..huggingface.teacher import shared_vocabulary
 from .chat import check_variables
 from .config import InputError, TrainConfig
 from .distributed import shard, world
@@ -41,7 +43,7 @@ def weight_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def policy_of_seed(config: TrainConfig, seed: int, characters: str, device: torch.device) -> Policy:
-    """Make the policy of a seed on a device. Add its reference if the loss needs one. With fsdp2, shard it."""
+    """Make the policy of a seed on a device. Add the reference and the teacher of its loss. With fsdp2, shard it."""
     set_seed(seed)
     policy = initial_policy(config, characters)
     policy.model.to(device)
@@ -49,6 +51,8 @@ def policy_of_seed(config: TrainConfig, seed: int, characters: str, device: torc
         set_seed(seed)
         policy.initial = initial_policy(config, characters)
         policy.initial.model.requires_grad_(False)
+    if config.teacher is not None:
+        policy.teacher = load_teacher(config.teacher, config, policy)
     if config.parallel == "fsdp2" and world() > 1:
         shard(policy, config)
     return policy
@@ -100,6 +104,23 @@ def load_policy(source: str, config: TrainConfig | None = None, merge: bool = Tr
     policy = prepared(model, tokenizer, config or TrainConfig())
     policy.rounds_merged = is_adapter and merge and options["dtype"] != torch.float32
     return policy
+
+
+def load_teacher(source: str, config: TrainConfig, policy: Policy) -> Policy:
+    """Load a frozen teacher on the device of the policy.
+
+    Raises:
+        InputError: it cannot be loaded, or has another vocabulary than the policy.
+    """
+    try:
+        teacher = load_policy(source, replace(config, lora_rank=0, lora_head=False, gradient_checkpointing=False))
+        shared_vocabulary(policy.model, teacher.model, policy.tokenizer, teacher.tokenizer)
+    except ValueError as error:
+        raise InputError(
+            f"teacher: {error}" if isinstance(error, InputError) else f"teacher: expected {error}"
+        ) from error
+    teacher.model.requires_grad_(False).to(policy.device)
+    return teacher
 
 
 def load_adapter(adapter: str, tokenizer: Any, options: dict[str, Any], base: str | None = None) -> Any:

@@ -23,6 +23,8 @@ MEANS = (
     "rows_differentiated",
 )  # a step has their means over its updates
 
+OF_TEACHER = {"distillation": "tokens", "teacher_mass": "tokens"}  # means over tokens
+
 
 class Measures(NamedTuple):
     """Measurements of one or several micro-batches."""
@@ -54,8 +56,9 @@ def measured(mask: Tensor, old_log_probs: Tensor, out: LossOutput) -> Measures:
 
 def joined(parts: Sequence[Measures]) -> Measures:
     """Combine the measures of micro-batches, processes or updates."""
+    metrics = [part.metrics for part in parts]
     return Measures(
-        combine([part.metrics for part in parts]),
+        combine(metrics, divisors={name: x for name, x in OF_TEACHER.items() if name in metrics[0]}),
         torch.cat([part.log_ratios for part in parts]),
         torch.stack([part.skipped for part in parts]).sum(0),
     )

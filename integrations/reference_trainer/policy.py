@@ -41,6 +41,7 @@ class Policy:
     checkpointing: bool = False  # recompute activations in the backward
     row_checkpoint: RowCheckpoint | None = None  # leaves clipped answers out of the backward
     rounds_merged: bool = False  # the weights are a merged adapter's, rounded to 16 bits
+    teacher: Policy | None = None
     initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
 
     @property

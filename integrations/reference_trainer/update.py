@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels import KeptSets, LossOutput, gspo_fused_loss, linear_log_probs
+from gspo_kernels import KeptSets, LossOutput, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.distillation import TopK, linear_top_k, topk_divergence
 
 from .config import TrainConfig
 from .distributed import gather, gather_rows, share, world
@@ -252,10 +253,12 @@ def gradients(
     log_probs = []
     for part in parts:
         micro_batch = cropped_batch(policy, take(batch, part))
+        of = loss_of(config, micro_batch, divisors, is_first)
         with autocast(config, policy):
-            out, model_output = policy.run(
-                micro_batch.rollout, loss_of(config, micro_batch, divisors, is_first), train=True
-            )
+            if policy.teacher is not None:
+                tokens = max(1, int(mask.sum())) / world()
+                of = loss_with_teacher(config, policy, micro_batch, divisors, is_first, tokens)
+            out, model_output = policy.run(micro_batch.rollout, of, train=True)
         old = out.log_probs if is_first else micro_batch.old_log_probs
         measures.append(measured(micro_batch.rollout.answer_mask, old, out))
         loss = out.loss
@@ -294,26 +297,88 @@ def loss_of(
     """Make a `with_head` function that computes the loss of a micro-batch."""
 
     def loss(hidden: Tensor, head: Any, **options: Any) -> LossOutput:
-        assert batch.advantages is not None
         return gspo_fused_loss(
             hidden,
             head,
             batch.rollout.answer_ids,
-            batch.advantages,
-            mask=batch.rollout.answer_mask,
-            old_log_probs=None if is_first else batch.old_log_probs,
-            ref_log_probs=batch.ref_log_probs,
-            rollout_log_probs=batch.rollout.log_probs if config.objective.rollout_correction else None,
-            temperature=config.temperature,
             kept_sets=kept_sets(config, batch.rollout),
-            objective=config.objective,
             entropy=True,
-            gradient_budget=config.gradient_budget,
-            cache_mib=config.cache_mib,
-            head_precision=config.head_precision or None,
-            backend=config.backend,
+            **head_options(config, batch),
+            **policy_options(config, batch, is_first),
             **divisors,
             **options,
         )
 
     return loss
+
+
+def loss_with_teacher(
+    config: TrainConfig,
+    policy: Policy,
+    batch: Batch,
+    divisors: dict[str, float | None],
+    is_first: bool,
+    tokens: float,
+) -> Callable[..., LossOutput]:
+    """Ask the teacher for its likeliest ids. Make a `with_head` function whose loss has the divergence at these ids.
+
+    The divergence is the forward KL, in which all other ids are one more outcome. Its sum is divided by `tokens`.
+    """
+    teacher = teacher_top_k(config, policy, batch.rollout)
+
+    def loss(hidden: Tensor, head: Any, **options: Any) -> LossOutput:
+        options |= head_options(config, batch)
+        ids, mask, kept = batch.rollout.answer_ids, batch.rollout.answer_mask, kept_sets(config, batch.rollout)
+        full = linear_log_probs(hidden, head, ids, extra_ids=teacher.ids, entropy=kept is None, **options)
+        scores = full
+        if kept is not None:
+            scores = linear_log_probs(hidden, head, ids, kept_sets=kept, entropy=True, **options)
+        shared: dict[str, Any] = {"mask": mask, "backend": config.backend, **divisors}
+        out = policy_loss(scores.log_probs, entropy=scores.entropy, **policy_options(config, batch, is_first), **shared)
+        assert full.extra_log_probs is not None
+        total = topk_divergence(
+            full.extra_log_probs, teacher.log_probs, kind="forward", tail="bucket", ids=teacher.ids, mask=mask
+        ).sum()
+        count = mask.sum().clamp(min=1)
+        means = {"distillation": total.detach() / count, "teacher_mass": teacher.log_probs.exp().sum() / count}
+        loss = out.loss + config.distillation_coef * total / tokens
+        return out._replace(loss=loss, metrics=out.metrics | means)
+
+    return loss
+
+
+@torch.no_grad()
+def teacher_top_k(config: TrainConfig, policy: Policy, rollout: Rollout) -> TopK:
+    """Find the teacher's likeliest ids for each token of the answers, [b, T, k]."""
+    columns = policy.fused.options.vocab_size
+
+    def top_k(hidden: Tensor, head: Any, vocab_size: int, **options: Any) -> TopK:
+        options |= {"mask": rollout.answer_mask, "temperature": config.temperature}
+        return linear_top_k(hidden, head, config.distillation_k, vocab_size=min(columns, vocab_size), **options)
+
+    assert policy.teacher is not None
+    return policy.teacher.run(rollout, top_k)[0]
+
+
+def head_options(config: TrainConfig, batch: Batch) -> dict[str, Any]:
+    """Arguments of the functions that compute log-probs."""
+    return {
+        "mask": batch.rollout.answer_mask,
+        "temperature": config.temperature,
+        "head_precision": config.head_precision or None,
+        "gradient_budget": config.gradient_budget,
+        "cache_mib": config.cache_mib,
+        "backend": config.backend,
+    }
+
+
+def policy_options(config: TrainConfig, batch: Batch, is_first: bool) -> dict[str, Any]:
+    """Arguments of the losses."""
+    assert batch.advantages is not None
+    return {
+        "advantages": batch.advantages,
+        "old_log_probs": None if is_first else batch.old_log_probs,
+        "ref_log_probs": batch.ref_log_probs,
+        "rollout_log_probs": batch.rollout.log_probs if config.objective.rollout_correction else None,
+        "objective": config.objective,
+    }

@@ -47,6 +47,7 @@ def inexact_setting(config: TrainConfig, policy: Policy) -> str | None:
     reasons = {
         f"kl_coef={of.kl_coef:g}": of.kl_coef > 0,
         f"entropy_coef={of.entropy_coef:g}": of.entropy_coef != 0,
+        "a teacher": policy.teacher is not None,
         "advantages that contain a KL": config.needs_reference,  # and so depend on the log-probs of all answers
         f"router_aux_loss_coef={policy.router_loss_weight:g}": policy.router_loss_weight != 0,
     }

@@ -49,11 +49,16 @@ def demo(seed: int, scale: float = 1.0) -> policy.Policy:
     return made
 
 
-def log_probs_of_logits(model: Any, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies of the answers from logits, [B, T]."""
+def table_of_logits(model: Any, rollout: Rollout, temperature: float) -> Tensor:
+    """Return the log-probs of all ids, [B, T, V]."""
     positions = (rollout.attention_mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(rollout.input_ids, attention_mask=rollout.attention_mask, position_ids=positions).logits
-    table = (logits[:, rollout.prompt_width - 1 : -1] / temperature).log_softmax(-1)
+    return (logits[:, rollout.prompt_width - 1 : -1] / temperature).log_softmax(-1)
+
+
+def log_probs_of_logits(model: Any, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies of the answers from logits, [B, T]."""
+    table = table_of_logits(model, rollout, temperature)
     return table.gather(-1, rollout.answer_ids[..., None])[..., 0], -(table.exp() * table).sum(-1)
 
 
@@ -104,12 +109,23 @@ def expected_update(truth: Any, rollout: Rollout, batch: update.Batch, config: T
     }
 
 
+def expected_distillation(truth: Any, teacher: Any, rollout: Rollout, config: TrainConfig) -> dict[str, Tensor]:
+    """Return the mean KL(teacher || student), whose last outcome is all ids but the teacher's likeliest, in float64."""
+    mask = rollout.answer_mask
+    p, q = (table_of_logits(model, rollout, config.temperature)[mask].exp() for model in (truth, teacher))
+    q, ids = q.detach().topk(config.distillation_k)
+    p = p.gather(-1, ids)
+    p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+    return {"distillation": (q * (q / p).log()).sum(-1).mean(), "teacher_mass": 1 - q[:, -1].mean()}
+
+
 UPDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the objective, options of the run
     "sequences, KL of tokens": ({"kl_aggregation": "token-mean"}, {}),
     "tokens, KL of sequences": (
         {"aggregation": "token-mean", "kl_aggregation": "seq-mean-token-mean"},
         {"temperature": 0.7},
     ),
+    "a teacher": ({}, {"teacher": "unused", "distillation_coef": 0.5, "distillation_k": 3}),
 }
 
 
@@ -132,6 +148,7 @@ def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_si
     (epoch,) = update.mini_batches(config, seed=0, step=1)
     batch = update.with_log_probs(config, trained, rollout, epoch)
     truth = demo(0).model.double()
+    trained.teacher = demo(2, scale=3.0) if config.teacher else None
     mask = rollout.answer_mask
     assert batch.ref_log_probs is not None
     for ours, model in ((batch.old_log_probs, truth), (batch.ref_log_probs, demo(1, scale=3.0).model.double())):
@@ -147,6 +164,9 @@ def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_si
     numbers = update.update(config, trained, optimizer, batch, epoch[0]).numbers
 
     whole = expected_update(truth, rollout, batch, config)
+    if config.teacher:
+        whole |= expected_distillation(truth, demo(2, scale=3.0).model.double(), rollout, config)
+        whole["loss"] = whole["loss"] + config.distillation_coef * whole["distillation"]
     whole["loss"].backward()
     true = torch.cat([weight.grad.flatten() for weight in truth.parameters()])
     ours = torch.cat([weight.grad.flatten().double() for weight in optimizer.weights])  # type: ignore[union-attr]

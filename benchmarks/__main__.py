@@ -11,6 +11,7 @@ COMMANDS = {
     "skip": "suites.skip",
     "kept_sets": "suites.kept_sets",
     "precision": "studies.precision",
+    "operands": "studies.operands",
     "report": "report.pages",
     "gpu": "gpu.command",
 }

@@ -62,7 +62,7 @@ def test_bad_options_are_refused_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite", ["step", "trainer", "skip", "kept_sets"])
+@pytest.mark.parametrize("suite", ["step", "trainer", "skip", "kept_sets", "operands"])
 def test_a_trial_runs(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "fresh", lambda *_, **__: {"peak_bytes": 1})
     monkeypatch.setattr(trainer, "fresh", lambda *_, **arguments: trainer.step_of(**arguments))  # in this process

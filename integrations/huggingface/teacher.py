@@ -16,8 +16,7 @@ def shared_vocabulary(policy: Any, teacher: Any, tokenizer: Any, teacher_tokeniz
         teacher_tokenizer: None if unknown. Then both heads must have equally many columns.
 
     Raises:
-        ValueError: an id of the policy's tokenizer is another token for the teacher. The message begins with "a
-            teacher", which the caller completes.
+        ValueError: the vocabularies differ. The message lacks its beginning, "teacher must be", which callers add.
     """
     columns = [text_config(base_model(model).config).vocab_size for model in (policy, teacher)]
     if teacher_tokenizer is None:
@@ -25,7 +24,7 @@ def shared_vocabulary(policy: Any, teacher: Any, tokenizer: Any, teacher_tokeniz
             raise ValueError(f"a model with {columns[0]} ids, like the policy, got one with {columns[1]}")
         return columns[0]
     known = teacher_tokenizer.get_vocab()
-    for token, number in tokenizer.get_vocab().items():
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if known.get(token) != number:
             raise ValueError(
                 f"a model with the policy's vocabulary, where {token!r} has the id {number}, got one where it has "

@@ -98,17 +98,35 @@ def test_an_interrupted_run_continues_to_the_bit(
     assert numbers(folder) == numbers(uninterrupted)
 
 
-def test_a_run_that_skips_answers_continues_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["skips", "teacher"])
+def test_a_run_that_skips_answers_or_has_a_teacher_continues_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """The signal arrives after the advantages, which change the running moments, and before the old log-probs."""
     advantages = [*OPTIONS["advantages"], {"clamp": {"min": 0.0}}]
-    options = {**OPTIONS, "kl_coef": 0.0, "advantages": advantages, "seeds": (0,), "name": "skips"}
+    options = {**OPTIONS, "kl_coef": 0.0, "advantages": advantages, "seeds": (0,), "name": name}
+    if name == "teacher":
+        torch.manual_seed(9)
+        policy.demo_policy().save(tmp_path / "model")
+        options |= {"teacher": str(tmp_path / "model"), "distillation_k": 4, "top_k": 8}
     whole = train(small(tmp_path / "whole", **options)).folder
     with monkeypatch.context() as patch:
         interrupt(patch, loop, "with_log_probs", 3)
         with pytest.raises(KeyboardInterrupt):
             train(small(tmp_path, **options))
-    folder = train(read_config(resume=tmp_path / "skips")).folder
-    assert numbers(folder) == numbers(whole) and numbers(folder)[3]["rows_run"] < 1
+    folder = train(read_config(resume=tmp_path / name)).folder
+    assert numbers(folder) == numbers(whole)
+    row = numbers(folder)[3]
+    assert 0 < row["distillation"] and 0 < row["teacher_mass"] < 1 if name == "teacher" else row["rows_run"] < 1
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    policy.demo_policy("bac").save(tmp_path / "model")
+    message = (
+        "teacher: expected a model with the policy's vocabulary, where 'a' has the id 3, got one where it has the id 4"
+    )
+    with pytest.raises(InputError, match=f"^{message}$"):
+        train(small(tmp_path, teacher=str(tmp_path / "model")))
 
 
 def train_until_killed(folder: Path) -> None:

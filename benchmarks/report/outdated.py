@@ -44,6 +44,7 @@ MOVED_BY = {
         "benchmarks/suites/kept_sets.py",
     ),
     "long": TRAINING,
+    "operands": (*LOSS, "benchmarks/candidates.py", "benchmarks/studies/operands.py"),
     "precision": (*LOSS, "benchmarks/studies/precision.py"),
     "rounding": (*TRAINING, "gspo_kernels/sampler_mismatch.py"),
     "skip": (

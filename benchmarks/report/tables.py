@@ -53,7 +53,20 @@ TRAINER_ROWS = {
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 PRODUCTS = ("vendor h W'", "vendor d_logits W", "vendor d_logits' h")
 HEADLINE_RATE, LENGTH = 1e-6, 1024  # learning rate and tokens of an answer, for clip decisions
-HEADS = {NAIVE: "full logits", "fp32 logits": "fp32 logits, stored", OURS: "**gspo_kernels**"}
+FP32_HEAD = "ours, fp32 head"
+HEADS = {
+    NAIVE: "full logits",
+    "fp32 logits": "fp32 logits, stored",
+    OURS: "**gspo_kernels**",
+    FP32_HEAD: "**gspo_kernels**, fp32 head",
+}
+OPERAND_COLUMNS = {
+    "TRL fused head": "full logits, TRL",
+    CAST: "`cast_lm_head_to_fp32`, `head_dtype`",
+    OURS: "**gspo_kernels**",
+    FP32_HEAD: '`head_precision="fp32"`',
+    "ours, bf16x3 (emulated)": '`"bf16x3"`, emulated',
+}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -257,11 +270,23 @@ def bodies(precision: Results) -> dict[str, dict[str, Results]]:
 def wrong_clip_decisions(every: Results) -> str:
     """Shares for answers of `LENGTH` tokens: a row per body, a column per model and head."""
     models = {f"{x['model']['layers']} layers": bodies(x) for x in (every["precision-cpu"], every[f"precision-{H200}"])}
-    rows = []
-    for body in next(iter(models.values())):
-        records = [x[body][head] for x in models.values() for head in HEADS]
-        rows.append((body, *(scores.percent(r["wrong"][r["lengths"].index(LENGTH)]) for r in records)))
-    return table(("body", *(f"{model}: {head}" for model in models for head in HEADS.values())), rows)
+    columns = [
+        (x, head, f"{model}: {HEADS[head]}") for model, x in models.items() for head in HEADS if head in x["fp32"]
+    ]
+    rows = [(body, *(scores.percent(wrong(x[body][head])) for x, head, _ in columns)) for body in columns[0][0]]
+    return table(("body", *(label for _, _, label in columns)), rows)
+
+
+def wrong(record: Results) -> float:
+    """The share of wrong clip decisions for answers of `LENGTH` tokens."""
+    return record["wrong"][record["lengths"].index(LENGTH)]
+
+
+def operands(results: Results) -> str:
+    """The error of log-probs in nats: a row per weight and hidden states, a column per head."""
+    shown = lambda error: "refused" if isinstance(error, dict) else f"{error:.1e}"  # noqa: E731
+    rows = [(x["name"], *(shown(x["errors"][name]) for name in OPERAND_COLUMNS)) for x in results["setups"]]
+    return table(("weight x hidden states", *OPERAND_COLUMNS.values()), rows)
 
 
 def wrong_clip_decisions_by_length(every: Results) -> str:
@@ -315,8 +340,7 @@ def claims(every: Results) -> str:
     ratios = [f"{clipped[1][gspo] / clipped[1][grpo]:.2g}" for gspo, grpo in (("gspo", "grpo"), close)]
     changes = scores.changes(every["rounding-cpu"]["runs"])
     decided = sum(not low <= 0 <= high for low, high in (x["95 %"] for x in changes))
-    wrong = bodies(every["precision-cpu"])["bf16 autocast"][NAIVE]
-    share_wrong = scores.percent(wrong["wrong"][wrong["lengths"].index(LENGTH)])
+    share_wrong = scores.percent(wrong(bodies(every["precision-cpu"])["bf16 autocast"][NAIVE]))
     rows = [
         (
             "GSPO trains more efficiently than GRPO (5.1)",
@@ -379,6 +403,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "where we lose": where_we_lose,
     "wrong clip decisions": wrong_clip_decisions,
     "wrong clip decisions by length": wrong_clip_decisions_by_length,
+    "operands": lambda every: operands(every["operands-cpu"]),
     "trainings": trainings,
     "roundings": roundings,
     "claims": claims,

@@ -34,4 +34,4 @@ def test_the_limits_of_the_numerics_page_are_those_of_the_tests() -> None:
             limit = getattr(tolerance, name)
             assert set(limit.values() if isinstance(limit, dict) else [limit]) <= set(numbers), name
             named.append(name)
-    assert len(named) == 11
+    assert len(named) == 12

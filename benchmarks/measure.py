@@ -119,13 +119,17 @@ def formatted(value: Any, indent: str = "") -> str:
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, tick: Tick = lambda what: None
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    tick: Tick = lambda what: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time runs in interleaved rounds: seconds by name. Before each run, call `tick` with the run's name and round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn, name in turns(list(runs), rounds):
         tick(f"{name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}")
-        taken = timed(runs[name], device)
+        taken = timed(runs[name], device, clock)
         if turn:
             seconds[name].append(taken)
     return seconds
@@ -151,14 +155,14 @@ def spread(seconds: list[float]) -> Record:
     return {"seconds": statistics.median(seconds), "p20": fifths[0], "p80": fifths[-1], "runs": len(seconds)}
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a run."""
+def timed(run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of a run by `clock`."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
-    start = time.perf_counter()
+    start = clock()
     run()
     wait()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

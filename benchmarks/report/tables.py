@@ -147,6 +147,22 @@ def kept_sets(every: Results, kind: str) -> str:
     return table(("ids in a set" if kind == "sets" else "extra ids", *map(shown, names)), rows)
 
 
+def teachers(every: Results) -> str:
+    """Cost of a teacher on a CPU, relative to the log-probs alone."""
+    batches = every["kept_sets-cpu"]["batches"]
+    middle = next(batch for batch in batches if batch["count"] == 64)
+    shown_as = {
+        "ours, full vocabulary": "log-probs alone",
+        "ours, ids of a local teacher": "64 ids, with `linear_top_k`",
+        "masked full logits": "64 ids, from full logits",
+        "TRL's ChunkedDivergenceFunction": "TRL's function, without log-probs",
+    }
+    ways = {f"{b['count']} ids": by_name(b["ways"])["ours"] for b in batches}
+    ways |= {label: by_name(middle["ways"])[name] for name, label in shown_as.items()}
+    cells = lambda way: (f"{way['over_vocabulary']['ratio']:.2f}x", mib(way), f"{way['passes']:.2f}")  # noqa: E731
+    return table(("", "time", "MiB", "passes"), [(label, *cells(way)) for label, way in ways.items()])
+
+
 def step_on_a_gpu(results: Results) -> str:
     """Time and memory by the share of answers with advantage 0, all of the same length."""
     shares = results["shares"]
@@ -395,6 +411,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kernels on a gpu": kernels_on_a_gpu,
     "kept sets": lambda every: kept_sets(every, "sets"),
     "extra ids": lambda every: kept_sets(every, "extra"),
+    "teachers": teachers,
     "step on a gpu": lambda every: step_on_a_gpu(every[f"skip-{H200}"]),
     "skip on a cpu": lambda every: updates(every["skip-cpu"]),
     "step of trl on a cpu": step_of_trl_on_a_cpu,

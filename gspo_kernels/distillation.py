@@ -331,6 +331,7 @@ def linear_top_k(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    head_precision: str | None = None,
     tp_group: Any = None,
 ) -> TopK:
     """Find the k likeliest ids of each token and their log-probs, such as those of a teacher, without a gradient.
@@ -342,6 +343,8 @@ def linear_top_k(
         lm_head, bias, logit_scale, logit_softcap, temperature, vocab_size: the head, as in `linear_log_probs`.
         k: from 1 to vocab_size.
         mask: True or 1 at unmasked tokens, [B, T] or [N]. None: all tokens. Masked rows cost nothing.
+        head_precision: "fp32" or "bf16x3": autocast does not round the operands, and lm_head may be fp32 while hidden
+            is bf16 or fp16, as in `linear_log_probs`. Both values multiply in fp32.
         tp_group: as in `linear_log_probs`. One all-gather of k ids and logits per rank. The result is equal on all
             ranks.
 
@@ -366,6 +369,7 @@ def linear_top_k(
         logit_softcap=logit_softcap,
         temperature=temperature,
         vocab_size=vocab_size,
+        head_precision=head_precision,
         entropy=False,
         gradient_budget=0.0,
         cache_mib=None,

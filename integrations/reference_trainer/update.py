@@ -354,6 +354,7 @@ def teacher_top_k(config: TrainConfig, policy: Policy, rollout: Rollout) -> TopK
 
     def top_k(hidden: Tensor, head: Any, vocab_size: int, **options: Any) -> TopK:
         options |= {"mask": rollout.answer_mask, "temperature": config.temperature}
+        options |= {"head_precision": config.head_precision or None}
         return linear_top_k(hidden, head, config.distillation_k, vocab_size=min(columns, vocab_size), **options)
 
     assert policy.teacher is not None

@@ -68,6 +68,7 @@ class LocalTeacher:
         self.trainer = trainer
         self.model = teacher
         self.temperature = trainer.temperature  # read once, like the policy's
+        self.head_precision: str | None = None  # that of the policy
 
     @torch.no_grad()
     def top_k(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor, layout: Layout) -> TopK:
@@ -85,7 +86,7 @@ class LocalTeacher:
 
         def score(hidden: Tensor, lm_head: Any, vocab_size: int | None = None, **options: Any) -> TopK:
             states, unmasked = (hidden[:, :-1], scored) if batch is None else (hidden, batch.targets != -100)
-            options |= {"mask": unmasked, "temperature": self.temperature}
+            options |= {"mask": unmasked, "temperature": self.temperature, "head_precision": self.head_precision}
             columns = self.columns if vocab_size is None else min(vocab_size, self.columns)
             return linear_top_k(states, lm_head, trainer.args.distillation_k, vocab_size=columns, **options)
 

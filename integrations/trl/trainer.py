@@ -161,7 +161,7 @@ def accelerate_trainer(
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
             setting of the trainer's GSPOConfig; otherwise a budget of 0, and the default of `cache_mib`.
-        head_precision: argument of `linear_log_probs`, also for old log-probs and the reference model. None: the
+        head_precision: argument of `linear_log_probs`, also for old log-probs, reference model and teacher. None: the
             setting of the trainer's GSPOConfig; otherwise "fp32" with TRL's `cast_lm_head_to_fp32`.
         skip_zero_advantage: whether answers with advantage 0 do not run through the model. None: the setting of the
             trainer's GSPOConfig; otherwise wherever this does not change the gradients.
@@ -217,6 +217,8 @@ def _accelerate(
     temperature = trainer.temperature if previous is None else previous.temperature  # TRL reads it only once, too
     log_probs = ModelLogProbs(temperature, settings)
     vars(trainer).update({_MODELS: models, _LOG_PROBS: log_probs})
+    if teacher := vars(trainer).get(TEACHER):
+        teacher.head_precision = settings.head_precision
     if previous is None:
         log_backwards(trainer)
         _use_log_probs(trainer)

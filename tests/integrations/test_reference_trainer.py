@@ -114,17 +114,21 @@ def test_a_gradient_budget_and_a_cache_save_passes(tmp_path: Path) -> None:
     assert cached["loss"] == pytest.approx(exact["loss"], abs=1e-6)
 
 
-def test_the_head_is_fp32_in_updates_and_old_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_is_fp32_in_updates_old_log_probs_and_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, object]] = []
 
     def recording(name: str, function: Any, *args: object, **options: object) -> object:
         seen.append((name, options["head_precision"]))
         return function(*args, **options)
 
-    for name in ("gspo_fused_loss", "linear_log_probs"):
+    functions = ("gspo_fused_loss", "linear_log_probs", "linear_top_k")
+    for name in functions:
         monkeypatch.setattr(update, name, partial(recording, name, getattr(update, name)))
-    train(small(tmp_path, steps=1, precision="autocast", head_precision="fp32"))
-    assert set(seen) == {("gspo_fused_loss", "fp32"), ("linear_log_probs", "fp32")}
+    policy.demo_policy().save(tmp_path / "teacher")
+    for teacher in (None, str(tmp_path / "teacher")):
+        options = {"precision": "autocast", "head_precision": "fp32", "teacher": teacher, "distillation_k": 3}
+        train(small(tmp_path / str(bool(teacher)), steps=1, **options))
+    assert set(seen) == {(name, "fp32") for name in functions}
 
 
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tolerance import (
 from torch import Tensor
 
 from gspo_kernels import KeptSets, Objective
+from gspo_kernels.distillation import linear_top_k
 from gspo_kernels.validation import ROUNDING
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -135,6 +136,7 @@ def test_autocast_does_not_round_an_fp32_head(dtype: torch.dtype, precision: str
         out = linear_log_probs(hidden, weight, ids, extra_ids=extra, **options)
         alone = linear_log_probs(hidden[7:30], weight, ids[7:30], **options).log_probs
         of_sets = linear_log_probs(hidden, weight, ids, kept_sets=kept, **options).log_probs
+        top = linear_top_k(hidden, weight, 3, head_precision=precision)
         offsets, advantages = torch.tensor([0, 25, rows]), torch.ones(2)
         old = out.log_probs.detach()
         loss = gspo_fused_loss(hidden, weight, ids, advantages, cu_seqlens=offsets, old_log_probs=old, **options)
@@ -148,6 +150,7 @@ def test_autocast_does_not_round_an_fp32_head(dtype: torch.dtype, precision: str
     pairs = [(out.log_probs, truth), (out.extra_log_probs, log_p.gather(-1, extra)), (of_sets, truth_kept)]
     for ours, true in pairs:
         assert (ours.double() - true).square().mean().sqrt() <= limit
+    assert (top.log_probs.double() - log_p.topk(3).values).square().mean().sqrt() <= LOG_PROB_STD
     out.log_probs.backward(d_log_probs.to(out.log_probs))
     for x, true, rounds in ((hidden, wide[0], is_split or dtype != torch.float32), (weight, wide[1], is_split)):
         assert x.grad is not None and true.grad is not None and x.grad.dtype == x.dtype

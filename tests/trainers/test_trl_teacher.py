@@ -14,7 +14,7 @@ pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import transformers
 from helpers.trl_trainer import checkpoint, make_trainer
-from tolerance import MODEL_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
+from tolerance import LOG_PROB_RMS_BF16X3, MODEL_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -165,6 +165,22 @@ def test_gradients_and_logs_equal_those_of_full_logits(
         assert log["gspo/distillation"] == pytest.approx(divergence, rel=TRAINER_LOG_RELATIVE)
         assert log["gspo/teacher_mass"] == pytest.approx(inside, rel=TRAINER_LOG_RELATIVE)
         assert log.get("gspo/rows_run", run) == pytest.approx(run)  # also answers with advantage 0
+
+
+@pytest.mark.parametrize("option", [{"head_precision": "fp32"}, {"cast_lm_head_to_fp32": True}], ids=str)
+def test_autocast_does_not_round_the_teachers_head(option: dict[str, Any], tmp_path: Path) -> None:
+    kind: Any = partial(GSPOTrainer, teacher=teacher_of(tmp_path / "teacher"))
+    options = OPTIONS | {"bf16": True, "model_init_kwargs": {"dtype": "float32"}, **option}
+    trainer: Any = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, config=GSPOConfig, **options)
+    teacher = vars(trainer)[zero_advantage.TEACHER]
+    ids = torch.randint(2, 10, (4, 9), generator=torch.Generator().manual_seed(0))
+    top = teacher.top_k(ids, torch.ones_like(ids), torch.ones(4, 6, dtype=torch.bool), "as given")
+    with torch.no_grad(), trainer.accelerator.autocast():
+        hidden = teacher.model.model(ids, use_cache=False).last_hidden_state[:, 2:-1]
+    logits = 4 * (hidden.double() @ teacher.model.lm_head.weight[:10].double().T / 4).tanh()
+    truth = (logits / trainer.temperature).log_softmax(-1).topk(K)
+    assert (top.log_probs - truth.values).abs().max() < LOG_PROB_RMS_BF16X3
+    assert torch.equal(top.ids, truth.indices)
 
 
 def test_a_teacher_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def teachers(every: Results) -> str:
         "ours, full vocabulary": "log-probs alone",
         "ours, ids of a local teacher": "64 ids, with `linear_top_k`",
         "masked full logits": "64 ids, from full logits",
-        "TRL's ChunkedDivergenceFunction": "TRL's function, without log-probs",
+        "TRL's ChunkedDivergenceFunction": "TRL's, without log-probs",
     }
     ways = {f"{b['count']} ids": by_name(b["ways"])["ours"] for b in batches}
     ways |= {label: by_name(middle["ways"])[name] for name, label in shown_as.items()}

@@ -29,7 +29,6 @@ BLOCKS = {
     "api/metrics.md": ["run"],
     "api/rewards.md": ["run"],
     "benchmarks.md": ["benchmark"],
-    "comparison.md": ["benchmark"],
     "concepts/backward.md": ["run", "gspo"],
     "concepts/gspo.md": ["run"],
     "concepts/log_probs.md": ["run"],

@@ -68,7 +68,8 @@ def linear_log_probs(
             is bf16 or fp16. Each gradient has the dtype of its operand. "fp32" multiplies fp32 operands in fp32. With
             "bf16x3", the Triton kernels use tensor cores: three bf16 products per logit (two if hidden is bf16), with
             an error of 3e-5 nats in log-probs. In the backward, d_logits, weight and hidden are rounded to bf16, as
-            for a bf16 head, and sums are fp32. An inf in an operand gives NaN. The torch backend multiplies in fp32
+            for a bf16 head, and sums are fp32. An inf in an operand gives NaN. Log-probs of extra_ids are fp32
+            products, so a probability below 1e-4 of all other ids is rounding. The torch backend multiplies in fp32
             either way. If both operands are bf16, or both fp16 or fp64, the option only keeps autocast from casting
             them: their products are exact without it.
         entropy: also return the entropy of each row's distribution, in nats, differentiable.

@@ -93,7 +93,8 @@ class GSPOTrainer(GRPOTrainer):
         if args.importance_sampling_level == "token":
             for name in ("_tag_names", "_name", "_paper"):  # of the model card
                 setattr(self, name, getattr(GRPOTrainer, name))
-        with _head_adapters_allowed():
+        # With cast_lm_head_to_fp32, TRL would replace the forward of a head by one without its adapter.
+        with contextlib.nullcontext() if args.cast_lm_head_to_fp32 else _head_adapters_allowed():
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.importance_sampling_level != "sequence":
             level = self.importance_sampling_level

@@ -234,8 +234,10 @@ def test_an_adapter_on_the_head_is_trained_with_our_trainer_only(
     before = {name: p.detach().clone() for name, p in adapters.items()}
     trainer.train()
     assert all(not torch.equal(p, before[name]) for name, p in adapters.items())
-    with pytest.raises(ValueError, match="lm_head"):  # TRL's own trainer still refuses the adapter
-        make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
+    # TRL's own trainer still refuses the adapter, and ours does with TRL's fp32 head, which would ignore it.
+    for kind, option in ((GRPOTrainer, {}), (GSPOTrainer, {"cast_lm_head_to_fp32": True})):
+        with pytest.raises(ValueError, match="lm_head"):
+            make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE, **option)
 
 
 def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "last ragged tile dropped": (
         "triton/forward:forward_and_cache",
-        "[--(-head.vocab_size // config.block_v)-]{+max(head.vocab_size // config.block_v, 1)+}",
+        "[--(-(high - low) // config.block_v)-]{+max((high - low) // config.block_v, 1)+}",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
     "mass not rescaled to the new maximum": (

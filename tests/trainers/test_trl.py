@@ -235,9 +235,10 @@ def test_an_adapter_on_the_head_is_trained_with_our_trainer_only(
     trainer.train()
     assert all(not torch.equal(p, before[name]) for name, p in adapters.items())
     # TRL's own trainer still refuses the adapter, and ours does with TRL's fp32 head, which would ignore it.
-    for kind, option in ((GRPOTrainer, {}), (GSPOTrainer, {"cast_lm_head_to_fp32": True})):
+    with_fp32_head: dict[str, Any] = {**SEQUENCE, "cast_lm_head_to_fp32": True}
+    for kind, options in ((GRPOTrainer, SEQUENCE), (GSPOTrainer, with_fp32_head)):
         with pytest.raises(ValueError, match="lm_head"):
-            make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE, **option)
+            make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, lora, **options)
 
 
 def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> None:

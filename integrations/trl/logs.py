@@ -25,8 +25,9 @@ def print_settings(place: str, trainer: Any, head: FusedHead, settings: Backward
     if trainer.accelerator.is_main_process:
         device = trainer.accelerator.device
         accelerator = trainer.accelerator
-        # fp16=True does nothing on a CPU. DeepSpeed casts the weights.
-        casts = accelerator.native_amp or accelerator.distributed_type == DistributedType.DEEPSPEED
+        # fp16=True does nothing on a CPU. With head_precision, autocast casts nothing, but DeepSpeed casts the weights.
+        is_autocast = accelerator.native_amp and settings.head_precision is None
+        casts = is_autocast or accelerator.distributed_type == DistributedType.DEEPSPEED
         autocast = _AUTOCAST.get(accelerator.mixed_precision) if casts else None
         dtype = autocast or take_apart(head.head).linear.weight.dtype
         backend = describe_backend(place, device, dtype)

@@ -186,6 +186,10 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
         + "gradient_budget=0, cache_mib=0 (default); skip_zero_advantage=True"
         + f"{ROWS}False (gradient_checkpointing=False)\n"
     )
+    options = {"config": GSPOConfig, "head_precision": "fp32"}  # which keeps autocast from casting the head
+    make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE, **options, bf16=True)
+    settings_line = "gradient_budget=0, cache_mib=0 (default), head_precision=fp32; "
+    assert capsys.readouterr().out.startswith(line + settings_line)
 
 
 def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

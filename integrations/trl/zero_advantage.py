@@ -74,8 +74,11 @@ class Skipping(NamedTuple):
 def check_skipping(place: str, trainer: Any, requested: bool | None) -> None:
     """Check the option skip_zero_advantage: see `check_wanted`."""
     value = wanted(trainer, SKIP, requested)
-    inexact = ", where skipping would not be exact"
-    check_wanted(place, SKIP, value, lambda: _inexact_setting(trainer, interaction_of_rows(trainer.model)), inexact)
+
+    def reason() -> str | None:
+        return _other_gradients_change(trainer) or interaction_of_rows(trainer.model) or _has_gradient(trainer)
+
+    check_wanted(place, SKIP, value, reason, ", where skipping would not be exact")
 
 
 def skipping(trainer: Any, requested: bool | None, interaction: str | None) -> Skipping:
@@ -112,10 +115,6 @@ def _has_gradient(trainer: Any) -> str | None:
     if trainer.beta != 0:
         return f"beta={trainer.beta}"
     return "an entropy bonus" if trainer._entropy_bonus_enabled else None
-
-
-def _inexact_setting(trainer: Any, interaction: str | None) -> str | None:
-    return _other_gradients_change(trainer) or interaction or _has_gradient(trainer)
 
 
 def _other_gradients_change(trainer: Any) -> str | None:
@@ -360,8 +359,7 @@ class LiveAnswers:
         parts = []
         order = self._lengths(attention_mask[:, :prompt], mask).argsort(stable=True)
         for rows in order.split(batch_size):
-            everything = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-            width = max(self._extent(mask[rows], everything)[1], 1)
+            width = max(int(widths_of(mask[rows]).max()), 1)
             ids, attended = (x[rows, : prompt + width] for x in (input_ids, attention_mask))
             log_probs = self._replaced[METHOD](model, ids, attended, width)[0]
             parts.append(nn.functional.pad(log_probs, (0, logits_to_keep - width)))

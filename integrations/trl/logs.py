@@ -39,7 +39,6 @@ def log_backwards(trainer: Any) -> None:
     """Make the trainer log the metrics of the backwards of its training steps, but not with the logs of evaluations."""
     backwards = BackwardMetrics()
     step = trainer.training_step
-    log = trainer.log
 
     @functools.wraps(step)
     def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -48,15 +47,22 @@ def log_backwards(trainer: Any) -> None:
         backwards.collect()
         return loss
 
+    replace_method(trainer, "training_step", training_step)
+    add_to_logs(trainer, backwards.take)
+
+
+def add_to_logs(trainer: Any, take: Callable[[], dict[str, float]]) -> None:
+    """Add the metrics that `take` returns to each log of training, but not to those of evaluations."""
+    log = trainer.log
+
     @functools.wraps(log)
-    def log_with_backwards(*args: Any, **kwargs: Any) -> Any:
+    def log_with_metrics(*args: Any, **kwargs: Any) -> Any:
         if trainer.model.training:  # TRL distinguishes the logs of training and evaluation in the same way
-            for name, value in backwards.take().items():
+            for name, value in take().items():
                 trainer._metrics["train"][name].append(value)  # TRL logs the mean of this single value
         return log(*args, **kwargs)
 
-    replace_method(trainer, "training_step", training_step)
-    replace_method(trainer, "log", log_with_backwards)
+    replace_method(trainer, "log", log_with_metrics)
 
 
 def replace_method(trainer: Any, name: str, function: Callable[..., Any]) -> None:

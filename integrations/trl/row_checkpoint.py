@@ -12,7 +12,7 @@ from ..huggingface import base_model, skip_rows_without_gradient
 from ..huggingface.row_checkpoint import RowCheckpoint, parallel_in_rows
 from ..huggingface.rows import interaction_of_rows
 from .config import check_wanted, wanted
-from .logs import replace_method
+from .logs import add_to_logs
 
 
 class LiveRows:
@@ -24,16 +24,7 @@ class LiveRows:
         self.description = ""  # for the line that the trainer prints
         self._checkpoint: RowCheckpoint | None = None
         self._share: RowShare | None = None
-        log = trainer.log
-
-        @functools.wraps(log)
-        def log_with_share(*args: Any, **kwargs: Any) -> Any:
-            if self._share is not None and trainer.model.training:
-                for name, value in self._share.take().items():
-                    trainer._metrics["train"][name].append(value)
-            return log(*args, **kwargs)
-
-        replace_method(trainer, "log", log_with_share)
+        add_to_logs(trainer, lambda: {} if self._share is None else self._share.take())
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -48,7 +39,7 @@ class LiveRows:
             self._checkpoint.counts_rows = True
 
     def decide(self, interaction: str | None) -> None:
-        """Decide from the current settings of trainer and model, which callbacks may change.
+        """Turn this on or off by the current settings of trainer and model, which callbacks may change.
 
         Args:
             interaction: `interaction_of_rows` of the model.

@@ -5,7 +5,6 @@ The policy's log-probs at the teacher's ids come from the forward that computes 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from gspo_kernels.distillation import TopK, linear_top_k, topk_divergence
 from gspo_kernels.validation import Checks
 
 from ..huggingface.teacher import shared_vocabulary
-from .logs import replace_method
+from .logs import add_to_logs
 from .model_forward import ExtraIds, Layout, rearranged
 
 PLACE = "GSPOTrainer"
@@ -110,15 +109,7 @@ class Distillation:
         self.extra: ExtraIds | None = None  # for the next forward of the policy
         self._mask = self._log_probs = torch.empty(0)  # of the teacher, [b, C] and [b, C, k]
         self._sums = torch.zeros(3, device=trainer.accelerator.device)  # divergence, teacher's probability, tokens
-        log = trainer.log
-
-        @functools.wraps(log)
-        def log_with_divergence(*args: Any, **kwargs: Any) -> Any:
-            if trainer.model.training:
-                self._show()
-            return log(*args, **kwargs)
-
-        replace_method(trainer, "log", log_with_divergence)
+        add_to_logs(trainer, self._take)
 
     def ask(
         self, rows: Tensor, input_ids: Tensor, attention_mask: Tensor, unmasked: Tensor, width: int, layout: Layout
@@ -192,10 +183,8 @@ class Distillation:
         left = 1 - state.global_step / state.max_steps if args.distillation_schedule == "linear" else 1.0
         return args.distillation_coef * left
 
-    def _show(self) -> None:
+    def _take(self) -> dict[str, float]:
+        """The metrics since the last call, over all ranks; {} without tokens."""
         divergence, inside, tokens = self.trainer.accelerator.reduce(self._sums, reduction="sum").tolist()
         self._sums.zero_()
-        if tokens:
-            metrics = self.trainer._metrics["train"]
-            metrics["gspo/distillation"].append(divergence / tokens)
-            metrics["gspo/teacher_mass"].append(inside / tokens)
+        return {"gspo/distillation": divergence / tokens, "gspo/teacher_mass": inside / tokens} if tokens else {}

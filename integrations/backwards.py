@@ -1,4 +1,4 @@
-"""Shared by the TRL and verl adapters: settings of the head's backward, and its metrics."""
+"""Shared by the TRL and verl adapters: settings of the head, and the metrics of its backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SKIP_ROWS = "skip_rows_without_gradient"  # the option of both adapters
 METRICS = ("passes", "dropped_gradient_mass", "live_row_share")  # logged as gspo/passes, ...
 
 
-class BackwardSettings(NamedTuple):
+class HeadSettings(NamedTuple):
     """Arguments of `linear_log_probs` that the integrations pass on."""
 
     gradient_budget: float = 0.0

@@ -16,7 +16,7 @@ from gspo_kernels.backends.workspace import cache_variable
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Checks, Unquoted, warn_once
 
-from ..backwards import BackwardSettings
+from ..backwards import HeadSettings
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
@@ -130,7 +130,7 @@ class GSPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        BackwardSettings(self.gradient_budget, self.cache_mib, self.head_precision).check("GSPOConfig")
+        HeadSettings(self.gradient_budget, self.cache_mib, self.head_precision).check("GSPOConfig")
         for name in ("skip_zero_advantage", "skip_rows_without_gradient"):
             if getattr(self, name) is not None:
                 Checks("GSPOConfig").boolean(name, getattr(self, name))
@@ -238,14 +238,14 @@ def check_trainer(place: str, args: Any) -> None:
         check.fail("use_liger_kernel", "False on a CPU (Liger's layers are Triton kernels, which need a GPU)", True)
 
 
-def backward_settings(
+def head_settings(
     place: str,
     args: Any,
     has_bonus: bool,
     gradient_budget: float | None = None,
     cache_mib: float | None = None,
     head_precision: str | None = None,
-) -> BackwardSettings:
+) -> HeadSettings:
     """Check the arguments of `accelerate_trainer`. None means the setting of `args`, a GSPOConfig, or its default.
 
     Args:
@@ -255,9 +255,9 @@ def backward_settings(
     Raises:
         ValueError, TypeError: a value is invalid, or the trainer has an entropy bonus and the budget is not 0.
     """
-    config: Any = args if isinstance(args, GSPOConfig) else BackwardSettings()
+    config: Any = args if isinstance(args, GSPOConfig) else HeadSettings()
     precision = config.head_precision if head_precision is None else head_precision
-    settings = BackwardSettings(
+    settings = HeadSettings(
         config.gradient_budget if gradient_budget is None else gradient_budget,
         config.cache_mib if cache_mib is None else cache_mib,
         "fp32" if precision is None and args.cast_lm_head_to_fp32 else precision,

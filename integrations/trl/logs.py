@@ -12,14 +12,14 @@ from accelerate.utils import DistributedType
 from gspo_kernels.inputs.lm_head import take_apart
 from gspo_kernels.validation import dtype_name
 
-from ..backwards import BackwardMetrics, BackwardSettings, describe_backend
+from ..backwards import BackwardMetrics, HeadSettings, describe_backend
 from ..huggingface.fused_head import FusedHead
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the accelerator's mixed precision
 _REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds `method_before` of its replaced methods, by name
 
 
-def print_settings(place: str, trainer: Any, head: FusedHead, settings: BackwardSettings, skipping: str) -> None:
+def print_settings(place: str, trainer: Any, head: FusedHead, settings: HeadSettings, skipping: str) -> None:
     """Print backend, head and settings in one line, on the main process. `place` begins the messages of errors."""
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:

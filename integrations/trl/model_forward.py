@@ -11,7 +11,7 @@ from trl.trainer import utils
 
 from gspo_kernels import linear_log_probs
 
-from ..backwards import BackwardSettings
+from ..backwards import HeadSettings
 
 _PADDED = {"input_ids", "attention_mask", "use_cache"}  # the model's inputs, if they are no more than a padded batch
 Layout = Literal["as given", "aligned", "packed"]
@@ -33,7 +33,7 @@ class ModelLogProbs(NamedTuple):
     """
 
     temperature: float
-    backward: BackwardSettings
+    head: HeadSettings
     layout: Layout = "as given"
     extra: ExtraIds | None = None
 
@@ -66,7 +66,7 @@ class ModelLogProbs(NamedTuple):
             batch = rearranged(self.layout, kwargs["input_ids"], kwargs["attention_mask"], targets, extra_ids)
 
         def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
-            options |= {"temperature": self.temperature, **self.backward._asdict()}
+            options |= {"temperature": self.temperature, **self.head._asdict()}
             if extra_ids is not None:
                 options["extra_ids"] = extra_ids if batch is None else batch.extra_ids
             if batch is not None:

@@ -16,10 +16,10 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels.validation import Checks, Unquoted, warn_once
 
-from ..backwards import BackwardSettings
+from ..backwards import HeadSettings
 from ..huggingface import base_model, fuse_head
 from ..huggingface.fused_head import fused_head_of
-from .config import LEVELS, METHOD, GSPOConfig, backward_settings, check_trainer, warn_of_settings_that_never_clip
+from .config import LEVELS, METHOD, GSPOConfig, check_trainer, head_settings, warn_of_settings_that_never_clip
 from .logs import log_backwards, print_settings, replace_method
 from .model_forward import ModelLogProbs
 from .row_checkpoint import LiveRows, check_rows
@@ -110,7 +110,7 @@ class GSPOTrainer(GRPOTrainer):
         _accelerate("GSPOTrainer", self, settings, None, None)
 
 
-def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSettings:
+def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> HeadSettings:
     """Check a GSPOTrainer by its class and its arguments, before it is constructed."""
     check = Checks("GSPOTrainer")
     if not isinstance(args, GRPOConfig):
@@ -118,7 +118,7 @@ def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSet
     check_trainer("GSPOTrainer", args)
     if kind._compute_loss is GRPOTrainer._compute_loss:  # a subclass may know other levels
         check.choice("importance_sampling_level", args.importance_sampling_level, LEVELS)
-    return backward_settings("GSPOTrainer", args, has_bonus=args.entropy_coef != 0 or args.use_adaptive_entropy)
+    return head_settings("GSPOTrainer", args, has_bonus=args.entropy_coef != 0 or args.use_adaptive_entropy)
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def accelerate_trainer(
     if coef and not isinstance(trainer, GSPOTrainer):
         Checks(place).fail("distillation_coef", "0 (GSPOTrainer takes a teacher)", coef)
     bonus = trainer._entropy_bonus_enabled
-    settings = backward_settings(place, trainer.args, bonus, gradient_budget, cache_mib, head_precision)
+    settings = head_settings(place, trainer.args, bonus, gradient_budget, cache_mib, head_precision)
     check_skipping(place, trainer, skip_zero_advantage)
     check_rows(place, trainer, skip_rows_without_gradient)
     _warn_of_overridden_log_probs(place, type(trainer), stacklevel=3)
@@ -205,7 +205,7 @@ def accelerate_trainer(
 
 
 def _accelerate(
-    place: str, trainer: Trainer, settings: BackwardSettings, skip_answers: bool | None, skip_rows: bool | None
+    place: str, trainer: Trainer, settings: HeadSettings, skip_answers: bool | None, skip_rows: bool | None
 ) -> Trainer:
     """Fuse the trainer's models and replace its methods. `place` is the function or class that the user called."""
     unwrapped = (base_model(trainer.accelerator.unwrap_model(model)) for model in models_of(trainer))

@@ -1,4 +1,4 @@
-"""Read verl's settings for the head's backward, and warn of settings with which nothing is ever clipped."""
+"""Read verl's settings for the head, and warn of settings with which nothing is ever clipped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Checks, Unquoted, warn_once
 
-from ..backwards import SKIP_ROWS, BackwardSettings
+from ..backwards import SKIP_ROWS, HeadSettings
 
 OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
 SKIP = "skip_zero_advantage"
-KEYS = (*BackwardSettings._fields, SKIP, SKIP_ROWS, "impl_backend")  # impl_backend: of verl's own fused kernels
+KEYS = (*HeadSettings._fields, SKIP, SKIP_ROWS, "impl_backend")  # impl_backend: of verl's own fused kernels
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high
 NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
@@ -28,14 +28,14 @@ def _options(model_config: Any) -> Mapping[str, Any]:
     return options
 
 
-def backward_settings(model_config: Any) -> BackwardSettings:
+def head_settings(model_config: Any) -> HeadSettings:
     """Read `gradient_budget`, `cache_mib` and `head_precision` from model.fused_kernel_options.
 
     Raises:
         ValueError, TypeError: one of them is invalid, or the options have an unknown key.
     """
     options = _options(model_config)
-    settings = BackwardSettings(**{name: options[name] for name in BackwardSettings._fields if name in options})
+    settings = HeadSettings(**{name: options[name] for name in HeadSettings._fields if name in options})
     settings.check(OPTIONS)
     return settings
 
@@ -57,7 +57,7 @@ def actor_config(loss_function: Any) -> Any:
     return getattr(loss_function, "keywords", {}).get("config")
 
 
-def entropy_is_only_logged(loss_function: Any, settings: BackwardSettings) -> bool:
+def entropy_is_only_logged(loss_function: Any, settings: HeadSettings) -> bool:
     """True if verl's loss multiplies the entropies by a coefficient of 0.
 
     Raises:

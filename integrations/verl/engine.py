@@ -15,13 +15,13 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright:
 from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Checks
 
-from ..backwards import SKIP_ROWS, BackwardMetrics, BackwardSettings, RowShare
+from ..backwards import SKIP_ROWS, BackwardMetrics, HeadSettings, RowShare
 from ..huggingface import HeadOutput, fuse_head, skip_rows_without_gradient
 from .config import (
     OPTIONS,
     SKIP,
-    backward_settings,
     entropy_is_only_logged,
+    head_settings,
     requested_skip,
     warn_of_settings_that_never_clip,
 )
@@ -58,7 +58,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
     """
 
     _updates = 0  # updates of the current rollout so far
-    _settings = BackwardSettings()
+    _settings = HeadSettings()
     _entropy_is_only_logged = False
     _distillation: Any = None  # verl's DistillationLossConfig, with a teacher
     _skip: bool | None = None  # skip_zero_advantage
@@ -69,7 +69,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
 
     def _build_fsdp_module(self, module: Any) -> Any:
         self._backwards = BackwardMetrics()
-        self._settings = backward_settings(self.model_config)
+        self._settings = head_settings(self.model_config)
         self._skip = requested_skip(self.model_config, SKIP)
         self._inexact_model = "quantization-aware training" if self._qat_enabled else inexact_model(module)
         if self.model_config.use_fused_kernels:
@@ -189,7 +189,7 @@ class _Score:
     """
 
     def __init__(
-        self, micro_batch: Any, args: dict[str, Any], settings: BackwardSettings, entropy_is_only_logged: bool
+        self, micro_batch: Any, args: dict[str, Any], settings: HeadSettings, entropy_is_only_logged: bool
     ) -> None:
         self.settings = settings
         # verl adds the entropies to the loss even with a coefficient of 0. Their gradients would be zeros, but would

@@ -116,12 +116,12 @@ def test_the_documented_lines_set_budget_and_cache(monkeypatch: pytest.MonkeyPat
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.config import HFModelConfig
 
-    from gspo_kernels.integrations.verl.config import backward_settings
+    from gspo_kernels.integrations.verl.config import head_settings
 
     overrides = VERL_BUDGET.replace("\\\n", " ").split()
     with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
         config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
     monkeypatch.setattr(HFModelConfig, "__post_init__", lambda self: None)  # it loads the model
     model = omega_conf_to_dataclass(config.model)
-    assert backward_settings(model) == (1e-3, 1024, None)
+    assert head_settings(model) == (1e-3, 1024, None)
     assert model.fused_kernel_options["impl_backend"] == "torch" and not model.use_fused_kernels

@@ -200,7 +200,7 @@ def _check_probabilities(check: TensorChecks, name: str, x: Tensor, present: Ten
 
 
 def _weights(check: TensorChecks, weights: Any, of_teachers: Tensor) -> Tensor:
-    """Check teacher_weights for `of_teachers` [..., M], and expand them to its shape."""
+    """Check teacher_weights, and expand them to the shape of `of_teachers`, [..., M]."""
     shape = tuple(of_teachers.shape)
     shapes = [(*shape[:n], *shape[-1:]) for n in range(len(shape))]
     text = lambda: " or ".join(str(list(x)) for x in shapes)  # noqa: E731
@@ -334,7 +334,7 @@ def linear_top_k(
     head_precision: str | None = None,
     tp_group: Any = None,
 ) -> TopK:
-    """Find the k likeliest ids of each token and their log-probs, such as those of a teacher, without a gradient.
+    """Find the k likeliest ids of each token and their log-probs, for example a teacher's. They have no gradient.
 
     The logits are computed slab by slab and never stored. PyTorch multiplies, on any device.
 

@@ -77,6 +77,8 @@ PARITY_GRADIENT_RELATIVE = 1e-6
 MODEL_GRADIENT_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-5}
 # Gradients of one process and of several processes that shard the model, in float64.
 SHARDED_GRADIENT_RELATIVE = 1e-10
+# Expected gradients over a vocabulary, as sums over all tokens in float64. Terms may cancel to 0.
+EXPECTED_GRADIENT_RELATIVE, EXPECTED_GRADIENT_ABSOLUTE = 1e-10, 1e-12
 # Two runs of a trainer for a few steps of fp32 SGD, with its own log-probs and with ours. The first two limits are for
 # the trainer's log, the third for parameters and log-probs.
 TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE, TRAINER_ABSOLUTE = 1e-4, 2e-6, 1e-5

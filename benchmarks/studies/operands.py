@@ -47,7 +47,9 @@ def heads_of(autocast: torch.dtype | None) -> dict[str, LogProbs]:
 @torch.no_grad()
 def study(tokens: int, width: int, vocab: int) -> Record:
     torch.manual_seed(0)
-    hidden, weight, ids = torch.randn(tokens, width), torch.randn(vocab, width), torch.randint(vocab, (tokens,))
+    hidden = torch.randn(tokens, width)
+    weight = torch.randn(vocab, width)
+    ids = torch.randint(vocab, (tokens,))
     setups = []
     for name, (of_weight, of_hidden, autocast) in SETUPS.items():
         h, w = hidden.to(of_hidden), (5 * width**-0.5 * weight).to(of_weight)

@@ -230,7 +230,8 @@ def measured(shape: Shape, kind: str, count: int, dtype: str, rounds: int, devic
 
 def costs_of(name: str, on: Sequence[Any]) -> Record:
     """Measure the peak memory and the passes of a way on a CPU. Call this in a new process."""
-    shape, kind, count, dtype = Shape(*on[0]), *on[1:]
+    sizes, kind, count, dtype = on
+    shape = Shape(*sizes)
     device = torch.device("cpu")
     gradients(WAYS[name], make(TINY, kind, min(count, 8), getattr(torch, dtype), device))  # the first call allocates
     run = partial(gradients, WAYS[name], make(shape, kind, count, getattr(torch, dtype), device))

@@ -328,7 +328,8 @@ def loss_with_teacher(
 
     def loss(hidden: Tensor, head: Any, **options: Any) -> LossOutput:
         options |= head_options(config, batch)
-        ids, mask, kept = batch.rollout.answer_ids, batch.rollout.answer_mask, kept_sets(config, batch.rollout)
+        ids, mask = batch.rollout.answer_ids, batch.rollout.answer_mask
+        kept = kept_sets(config, batch.rollout)
         full = linear_log_probs(hidden, head, ids, extra_ids=teacher.ids, entropy=kept is None, **options)
         scores = full
         if kept is not None:

@@ -38,7 +38,9 @@ class LocalTeacher:
         Raises:
             ValueError, TypeError: it is not a model, it is the policy, or has another vocabulary.
         """
-        check, policy, tokenizer = Checks(PLACE), trainer.model, None
+        check = Checks(PLACE)
+        policy = trainer.model
+        tokenizer = None
         if isinstance(teacher, str | os.PathLike):
             options = dict(trainer.args.model_init_kwargs or {})
             if trainer.args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
@@ -67,7 +69,7 @@ class LocalTeacher:
         self.trainer = trainer
         self.model = teacher
         self.temperature = trainer.temperature  # read once, like the policy's
-        self.head_precision: str | None = None  # that of the policy
+        self.head_precision: str | None = None  # as for the policy
 
     @torch.no_grad()
     def top_k(self, input_ids: Tensor, attention_mask: Tensor, mask: Tensor, layout: Layout) -> TopK:

@@ -11,7 +11,7 @@ from typing import Any
 def pair_cover(
     factors: Mapping[str, Sequence[Any]], is_allowed: Callable[[dict[str, Any]], bool] = lambda row: True, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows with one value per factor, such that every two values that may occur together do so in some row.
+    """Choose rows, with one value per factor, so that every allowed pair of values occurs in at least one row.
 
     Args:
         factors: names and their values.

@@ -415,7 +415,7 @@ def test_a_tensor_that_scales_logits_may_change_in_place_but_not_be_trained() ->
 
 
 def test_the_option_that_the_error_names_makes_a_float32_head_work() -> None:
-    """Log-probs and gradients equal those of the model's logits, which need a hook."""
+    """Log-probs and gradients equal those from the model's logits. To compute logits, the model needs a hook."""
     model = make("qwen3").bfloat16()
     lm_head = model.lm_head.float()
     fuse_head(model)

@@ -133,7 +133,7 @@ def test_gradients_equal_those_of_torchs_checkpoint(name: str, live: str, choice
 def test_sequences_of_a_packed_row_are_left_out(
     live: str, offsets: Any, choices: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`offsets`: for flash attention. The last are not those of the position_ids, so all sequences run."""
+    """`offsets`: for flash attention. The last ones disagree with the position_ids, so all sequences run."""
     given: list[Tensor] = []
     attention = transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward
 

@@ -1,4 +1,4 @@
-"""A teacher in TRL's trainer: losses, gradients, weights and logs equal those of full float64 logits."""
+"""A teacher in TRL's trainer: losses, gradients, weights and logs match a computation from full float64 logits."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _merged(parts: list[tuple[Tensor, Tensor, Tensor]], k: int) -> tuple[Tensor,
 
 
 def _of_all_ranks(head: HeadRows, logits: Tensor, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the results of all ranks, by one all-gather. Ids become those of the full vocabulary."""
+    """Merge the results of all ranks with one all-gather. The returned ids are ids of the full vocabulary."""
     shard, k = shard_of(head.shard), logits.shape[1]
     if not shard.columns():  # this rank computed a column of padding
         logits, others = torch.full_like(logits, -math.inf), torch.full_like(others, -math.inf)

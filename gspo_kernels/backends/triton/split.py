@@ -28,9 +28,9 @@ def split_rows(hidden: Tensor, split: str) -> Tensor:
 
 
 def slab_of(head: HeadRows, low: int, high: int) -> HeadRows:
-    """Make columns low to high a head of their own, with a split weight [high - low, 2 H or 3 H].
+    """Build a head from columns low to high, with the weight split into [high - low, 2 H or 3 H].
 
-    Its target ids are relative to `low`. A head without a split is returned unchanged.
+    Target ids become relative to `low`. A head without a split is returned unchanged.
     """
     if not head.split:
         return head

@@ -19,6 +19,9 @@ weights"). Three numbers follow:
 - "counted": the share of measured answers whose decision changes, at the log-ratio and advantage that they had.
 - Standard deviations of the errors of tokens and of answers, in nats.
 
+"sampler" compares the log-probs of a sampler and a trainer with the same weights, before the updates: by the head of
+each, the metrics of `sampler_mismatch`, and the standard deviation of answers' mean log-ratios.
+
 The mean error is not subtracted. The 95 % intervals of "wrong" are a bootstrap over answers, those of "counted" are
 Wilson's. Neither covers other models.
 """
@@ -26,6 +29,7 @@ Wilson's. Neither covers other models.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -42,6 +46,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels.sampler_mismatch import importance_weights
 
 from .. import candidates, measure
 from ..candidates import LogProbs
@@ -58,6 +63,8 @@ OURS_FP32, OURS_SPLIT = "ours, fp32 head", "ours, bf16x3"  # `head_precision`
 EMULATED = f"{OURS_SPLIT} (emulated)"  # on a CPU
 KEEP_FP32 = (FP32_LOGITS, "TRL cast_lm_head_to_fp32", OURS_FP32, OURS_SPLIT, EMULATED)  # that autocast does not cast
 OTHER_ENGINE = "old by full logits, new by ours"
+SAMPLERS = {"bf16 logits": NAIVE, "fp32 head": FP32_LOGITS}  # heads of a sampler with bf16 weights
+TRAINERS = ("bf16 autocast", NAIVE), ("bf16 autocast", OURS), ("bf16 autocast", OURS_FP32), ("bf16 weights", OURS)
 LENGTHS = 256, 1024, 4096  # tokens of an answer, for "wrong"
 UPDATES = 3
 REDRAWS, DRAWN = 40, 2000  # bootstrap samples of the answers; long answers put together for each
@@ -355,6 +362,26 @@ def summary(of: Measured) -> Record:
     }
 
 
+def sampler_mismatch(scored: Sequence[Scored]) -> list[Record]:
+    """Differences between samplers with bf16 weights and trainers, for the answers of all seeds."""
+    records = []
+    for sampler, (body, head) in itertools.product(SAMPLERS, TRAINERS):
+        rollout = torch.cat([x.by_body["bf16 weights"][SAMPLERS[sampler]] for x in scored])
+        old = torch.cat([x.by_body[body][head] for x in scored])
+        metrics = importance_weights(old, rollout, torch.ones_like(old, dtype=torch.bool), high=math.inf).metrics
+        difference = old - rollout
+        records.append(
+            {
+                "sampler": sampler,
+                "trainer": {"body": body, "head": head},
+                "std of tokens": difference.std().item(),
+                "std of answers": difference.mean(1).std().item(),
+                **{name: x.item() for name, x in metrics.items()},
+            }
+        )
+    return records
+
+
 def joined(parts: list[Measured]) -> Measured:
     return Measured(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
@@ -365,11 +392,13 @@ def study(size: Size, device: torch.device) -> Record:
     ids = token_ids(size).to(device)
     model, loss = trained_model(ids, size)
     parts: dict[tuple[float, str, str], list[Measured]] = {}
+    before: list[Scored] = []
     for seed in range(size.seeds):
         torch.manual_seed(1 + seed)
         answers = sampled(model, windows(ids, size.answers, size.prompt), size.answer)
         advantages = torch.randn(size.answers)
         old = scored(model, answers, size)
+        before.append(old)
         for learning_rate in size.learning_rates:
             print(f"  seed {seed}, learning rate {learning_rate:g}", flush=True)
             new = scored(updated(model, answers, advantages.to(device), size.prompt, learning_rate), answers, size)
@@ -398,6 +427,7 @@ def study(size: Size, device: torch.device) -> Record:
         "model": {"layers": size.layers, "H": size.width, "V": size.vocab, "steps": size.steps, "loss": loss},
         "measured": {"seeds": size.seeds, "answers": size.answers, "tokens": size.answer, "updates": UPDATES},
         "not measured": absent,
+        "sampler": sampler_mismatch(before),
         "runs": runs,
     }
 

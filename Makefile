@@ -142,7 +142,7 @@ gate-%: .venv/ready
 
 # The trainings of docs/benchmarks.md, one after another on one core: an hour and a half.
 studies: .venv/ready
-	for study in dense rounding long; do $(BIN)/gspo compare --study $$study || exit 1; done
+	for study in dense rounding long teachers; do $(BIN)/gspo compare --study $$study || exit 1; done
 	cp runs/compare/*-cpu.json benchmarks/results/
 	$(BIN)/python -m gspo_kernels.benchmarks report
 

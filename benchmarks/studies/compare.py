@@ -28,25 +28,30 @@ from gspo_kernels.objective import Objective
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 from .. import bench_table, measure
-from .scores import FULL_LOGITS, MIS, ROUNDED_SAMPLER, SAMPLER, STUDENT, TIS, WINDOW, means, rows
+from .scores import ALONE, FULL_LOGITS, MIS, ROUNDED_SAMPLER, SAMPLER, STUDENT, TEACHER, TIS, WINDOW, means, rows
 
 with needs("gspo compare", "train", "transformers", "tokenizers"):
     from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
     from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
     from gspo_kernels.integrations.reference_trainer.trainer import Learner
     from gspo_kernels.integrations.reference_trainer.update import NotFiniteError
+    from gspo_kernels.integrations.settings import Step
     from gspo_kernels.integrations.tasks import Task, batches, task_by_name
 
 Record = dict[str, Any]
 Tick = Callable[[str], object]
 METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "token_log_ratio_std", "sequence_log_ratio_std")
-METRICS += ("rollout_weight_mean",)  # only with a correction
+METRICS += ("rollout_weight_mean", "distillation")  # only with a correction, only with a teacher
 CURVES = ("reward", "answer_tokens")
 PARTS = 4  # of a training of the study "long"; curves have the mean over the rollouts of each
 BODIES = ("bf16", "autocast", "fp16", "fp16-autocast")  # values of TrainConfig.precision, besides fp32
 WINDOWS: dict[str, tuple[float, ...]] = {"gspo": (10, 30), "grpo": (0.1, 0.01)}  # factors of the paper's windows
 LONGEST = {"sorting": 7, "long-sorting": 96}  # most tokens of an answer
 WARM_UP: Record = dict(steps=60, batch=24, learning_rate=2e-3)  # supervised steps before the study "long"
+# The teacher of the study "teachers": GSPO for more rollouts, from other weights than the students'
+TAUGHT: Record = dict(steps=400, learning_rate=1.5e-3, updates_per_rollout=4, eval_every=100)
+TEACHER_SEED = 100
+COEFFICIENTS = (0.3, 1.0)  # of the divergence from the teacher
 SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "eval_every")
 FOLDER = Path("runs") / "compare"
 
@@ -65,6 +70,7 @@ STUDIES = {
     "dense": Study(),
     "rounding": Study(learning_rates=(1.5e-3,), updates=(4,)),
     "long": Study("gspo,grpo,luspo", "long-sorting", 14, (5e-4,), (4,)),
+    "teachers": Study("gspo", updates=(4,)),
 }
 
 
@@ -116,7 +122,9 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
     "rounding": every objective is trained in fp32, with a body in each of `BODIES`, and in fp32 with a sampler whose
     weights are rounded to bf16. The answers of this sampler get old log-probs from the trainer or from the sampler, or
     a truncated (TIS) or a masked (MIS) correction. A body in half precision is also trained with full logits. "long":
-    GSPO and GRPO are also trained with the windows of `WINDOWS`.
+    GSPO and GRPO are also trained with the windows of `WINDOWS`. "teachers": every objective is also trained beside the
+    divergence from a teacher, with each of `COEFFICIENTS`. In a last arm all advantages are 0, so only the teacher's
+    term is trained.
 
     Raises:
         InputError: a name is not a preset.
@@ -145,6 +153,12 @@ def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # GSPO's window is wide on purpose
                 arms[f"{name}{WINDOW}{factor:g}"] = Arm(replace(objective, clip_low=low, clip_high=high))
+        for coefficient in COEFFICIENTS if study == "teachers" else ():
+            taught = {"teacher": "demo", "distillation_k": 8, "distillation_coef": coefficient}
+            arms[f"{name}{TEACHER}{coefficient:g}"] = Arm(objective, taught)
+    if study == "teachers":
+        no_reward = (Step("clamp", {"min": 0, "max": 0}),)
+        arms[ALONE] = Arm(objectives[names[0]], {"teacher": "demo", "distillation_k": 8, "advantages": no_reward})
     return arms
 
 
@@ -176,6 +190,15 @@ def warm_start(task: Task) -> dict[str, Tensor]:
     return policy.model.state_dict()
 
 
+def teacher_of(task: Task, config: TrainConfig, tick: Tick) -> tuple[Policy, list[float]]:
+    """Train the demo longer. Return it and its held-out rewards."""
+    config = replace(config, **TAUGHT)
+    policy = policy_of(task, config, TEACHER_SEED)
+    record = train(config, policy, task, TEACHER_SEED, partial(tick, "teacher"))
+    policy.model.requires_grad_(False)
+    return policy, record["held-out reward"]
+
+
 def cross_entropy(policy: Policy, batch: Sequence[tuple[list[int], int]]) -> Tensor:
     """Mean loss of texts: token ids, and how many of them, at the start, are not learned."""
     length = max(len(ids) for ids, _ in batch)
@@ -194,12 +217,15 @@ def compare(arms: dict[str, Arm], seeds: Sequence[int], grid: Sequence[TrainConf
     """
     task = task_by_name(grid[0].task, grid[0].eval_prompts)
     weights = warm_start(task) if study == "long" else None
+    teacher, of_teacher = teacher_of(task, grid[0], tick) if study == "teachers" else (None, None)
     runs: dict[str, list[Record]] = {name: [] for name in arms}
     for seed, (name, arm), setting in itertools.product(seeds, arms.items(), grid):
         config = replace(setting, objective=arm.objective, **arm.options)
         policy = policy_of(task, config, seed)
         if weights:
             policy.model.load_state_dict(weights)
+        if config.teacher:
+            policy.teacher = teacher
         if arm.full_logits:
             policy = FullLogits(**vars(policy))
         record = train(config, policy, task, seed, partial(tick, f"{name}, seed {seed}"))
@@ -209,6 +235,7 @@ def compare(arms: dict[str, Arm], seeds: Sequence[int], grid: Sequence[TrainConf
         runs[name].append({**at, **record})
     settings: Record = {name: getattr(grid[0], name) for name in SETTINGS}
     settings |= {"warm_up": WARM_UP["steps"]} if weights else {}
+    settings |= {"teacher": {**TAUGHT, "seed": TEACHER_SEED, "held-out reward": of_teacher}} if teacher else {}
     return {"settings": settings, "study": study, "runs": runs}
 
 
@@ -264,7 +291,8 @@ def run(
     path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads
-    with bench_table.progress(console, len(arms) * len(numbers) * len(grid) * steps) as tick:
+    rollouts = len(arms) * len(numbers) * len(grid) * steps + (TAUGHT["steps"] if study == "teachers" else 0)
+    with bench_table.progress(console, rollouts) as tick:
         results = compare(arms, numbers, grid, study, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)

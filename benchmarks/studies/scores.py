@@ -3,11 +3,13 @@
 - A *setting* is a learning rate with a number of updates per rollout. All objectives have the same grid of settings.
 - The *score* of a training is its mean held-out reward over all evaluations: the faster it learns, the higher. In the
   study "long", it is the mean reward of all sampled answers.
+- The *last reward* of a training is the held-out reward of its last evaluation.
 - An objective *at its own best setting*: each seed is judged at the setting with the highest mean score over the other
   seeds. So no training helps to choose the setting at which it is judged.
 - *Over the grid*: for each seed, the mean score over all settings.
 - A *difference* is taken seed by seed, with a 95 % interval (Student's t). An arm with an addition, such as
-  "gspo + bf16", is compared with its objective's plain arm, and a plain arm with the first arm.
+  "gspo + bf16", is compared with its objective's plain arm, and a plain arm with the first arm. A teacher alone counts
+  as a plain arm.
 - A training *collapsed* if its last held-out reward is less than half of its highest.
 """
 
@@ -28,6 +30,8 @@ TIS = ROUNDED_SAMPLER + ", TIS"
 MIS = ROUNDED_SAMPLER + ", MIS"
 FULL_LOGITS = ", full logits"
 WINDOW = " + window x "
+TEACHER = " + teacher x "
+ALONE = "teacher alone"
 # 97.5 % quantiles of Student's t, by number of seeds
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
@@ -127,9 +131,14 @@ def base(runs: Results, arm: str) -> str | None:
     return of_arm if of_arm in runs and of_arm != arm else None
 
 
-def difference(runs: Results, arm: str, of: Callable[[Sequence[Results]], list[float]]) -> str:
-    """Format the difference of two arms' scores; "-" for an arm that is compared with none."""
-    other = base(runs, arm)
+def difference(
+    runs: Results, arm: str, of: Callable[[Sequence[Results]], list[float]], other: str | None = None
+) -> str:
+    """Format the difference of two arms' scores; "-" for an arm that is compared with none.
+
+    `other`: the arm to compare with, instead of `base`.
+    """
+    other = other or base(runs, arm)
     return estimate(gap(of(runs[arm]), of(runs[other])), "+.3f") if other else "-"
 
 
@@ -141,6 +150,11 @@ def changes(runs: Results) -> list[Results]:
 
 def best_scores(runs: Sequence[Results]) -> list[float]:
     return scores(at_best(runs))
+
+
+def last_rewards(runs: Sequence[Results]) -> list[float]:
+    """For each seed, the last held-out reward at the arm's own best setting."""
+    return [run["held-out reward"][-1] for run in at_best(runs)]
 
 
 def label(arm: str) -> str:
@@ -174,6 +188,7 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
             "score": estimate(about(scores(best))),
             "difference": difference(runs, arm, best_scores),
             "over the grid": difference(runs, arm, over_grid) if len(by_setting(records)) > 1 else "-",
+            "last reward": estimate(about(last_rewards(records))),
             "tokens clipped": percent(tokens_clipped(records)),
             "collapsed": f"{sum(map(collapsed, records))} of {len(records)}",
         }

@@ -334,7 +334,7 @@ def compare(
         str | None,
         typer.Option(
             help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline. (default: "
-            "gspo,grpo; with --study long also luspo)"
+            "gspo,grpo; with --study long also luspo; with --study teachers gspo)"
         ),
     ] = None,
     study: Annotated[
@@ -342,7 +342,7 @@ def compare(
         typer.Option(
             help="dense; rounding: bodies in half precision, with our head and with full logits, and a sampler with "
             "weights in bf16, without and with corrections; long: answers of 64 to 80 letters, with several clip "
-            "windows."
+            "windows; teachers: with and beside the divergence from a teacher, and with it alone."
         ),
     ] = "dense",
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective and setting.")] = "0,1,2,3,4",
@@ -355,7 +355,7 @@ def compare(
 
     Each objective is trained at every setting of a grid (learning rates by updates), and compared at its own best
     setting and over the grid. Prints rewards, their differences with 95 % intervals, clip fractions and collapses, and
-    writes the results. The study "dense" has 60 trainings.
+    writes the results. The study "dense" has 60 trainings, and "teachers" has 60 after that of the teacher.
     """
     try:
         from gspo_kernels.benchmarks.studies.compare import run

@@ -62,6 +62,23 @@ def test_long_answers_are_trained_with_other_windows(monkeypatch: pytest.MonkeyP
     assert scores.rows(results)[0][-1] == "answer length"
 
 
+def test_a_teacher_trains_beside_every_objective_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, nothing depends on the objective. The teacher itself is the same in every study."""
+    monkeypatch.setitem(compare.TAUGHT, "steps", 2)
+    gspo, grpo = (trained([name], "teachers", 0, learning_rate=5e-3) for name in ("gspo", "grpo"))
+    beside = [f"gspo{scores.TEACHER}{x:g}" for x in compare.COEFFICIENTS]
+    assert list(gspo["runs"]) == ["gspo", *beside, scores.ALONE]
+    assert gspo["settings"]["teacher"] == grpo["settings"]["teacher"]
+    alone, same = (x["runs"][scores.ALONE][0] for x in (gspo, grpo))
+    assert alone == same and not any(alone["by update"]["clip_fraction"])
+    first = {name: runs[0]["by update"].get("distillation", [0.0])[0] for name, runs in gspo["runs"].items()}
+    assert first["gspo"] == 0 < min(first[name] for name in (*beside, scores.ALONE))
+    assert len({str(runs[0]["by update"]["entropy"]) for runs in gspo["runs"].values()}) == len(first)
+    versus_alone = scores.difference(gspo["runs"], beside[0], scores.last_rewards, scores.ALONE)
+    means = [gspo["runs"][name][0]["held-out reward"][-1] for name in (beside[0], scores.ALONE)]
+    assert versus_alone == f"{means[0] - means[1]:+.3f}"
+
+
 def test_a_training_that_is_not_finite_stops_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(100))
 
@@ -130,7 +147,7 @@ def test_the_command_writes_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("option", "message"),
     [
         (["--objectives", "gspo,gsop"], "--objectives: "),
-        (["--study", "mix"], "--study: expected dense, rounding, long, got 'mix'"),
+        (["--study", "mix"], "--study: expected dense, rounding, long, teachers, got 'mix'"),
         (["--seeds", "1,1"], "got '1,1'"),
         (["--seeds", f"0,{2**32}"], "--seeds: expected at most 10 different numbers from 0 to 2**32 - 1, such as"),
     ],

@@ -110,7 +110,7 @@ def load_teacher(source: str, config: TrainConfig, policy: Policy) -> Policy:
     """Load a frozen teacher on the device of the policy.
 
     Raises:
-        InputError: it cannot be loaded, or has another vocabulary than the policy.
+        InputError: it cannot be loaded, has another vocabulary than the policy, or has fewer than `distillation_k` ids.
     """
     try:
         teacher = load_policy(source, replace(config, lora_rank=0, lora_head=False, gradient_checkpointing=False))
@@ -119,6 +119,10 @@ def load_teacher(source: str, config: TrainConfig, policy: Policy) -> Policy:
         raise InputError(
             f"teacher: {error}" if isinstance(error, InputError) else f"teacher: expected {error}"
         ) from error
+    columns = min(x.fused.options.vocab_size for x in (policy, teacher))
+    if config.distillation_k > columns:
+        expected = f"distillation_k: expected at most the {columns} ids of the vocabulary"
+        raise InputError(f"{expected}, got {config.distillation_k}")
     teacher.model.requires_grad_(False).to(policy.device)
     return teacher
 

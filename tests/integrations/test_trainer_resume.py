@@ -120,11 +120,15 @@ def test_a_run_that_skips_answers_or_has_a_teacher_continues_to_the_bit(
     assert 0 < row["distillation"] and 0 < row["teacher_mass"] < 1 if name == "teacher" else row["rows_run"] < 1
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    policy.demo_policy("bac").save(tmp_path / "model")
-    message = (
-        "teacher: expected a model with the policy's vocabulary, where 'a' has the id 3, got one where it has the id 4"
-    )
+@pytest.mark.parametrize(
+    ("characters", "message"),
+    [
+        ("bac", "teacher: expected a model with the policy's vocabulary, where 'a' has the id 3, got one .* 4"),
+        (policy.SORTING, "distillation_k: expected at most the 15 ids of the vocabulary, got 16"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused(characters: str, message: str, tmp_path: Path) -> None:
+    policy.demo_policy(characters).save(tmp_path / "model")
     with pytest.raises(InputError, match=f"^{message}$"):
         train(small(tmp_path, teacher=str(tmp_path / "model")))
 

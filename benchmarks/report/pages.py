@@ -6,7 +6,7 @@
 Both also list results that are older than the code that they measure (`outdated.py`).
 
 In README.md and docs/, the text between a line `<!-- measured: NAME -->` and `<!-- end -->` is a table of `tables.py`.
-All other text is written by hand. The figure contains the digest of its JSON file, so it need not be drawn for
+All other text is written by hand. The figure contains the digest of its JSON files, so it need not be drawn for
 `--check`. A table below `<!-- counted: NAME -->` is computed, not measured (`scale.py`).
 """
 
@@ -27,7 +27,7 @@ from . import outdated, scale
 from .tables import H200, TABLES, Results, conditions
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-FIGURE, SOURCE = DOCS / "figures" / "readme-step.png", f"skip-{H200}.json"
+FIGURE, SOURCES = DOCS / "figures" / "readme-step.png", (f"skip-{H200}", "precision-cpu")
 BLOCK = re.compile(r"(<!-- (?:measured|counted): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -68,15 +68,15 @@ def texts() -> dict[Path, str]:
     return {path: BLOCK.sub(partial(filled, path), text) for path, text in pages.items() if BLOCK.search(text)}
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def digest() -> str:
+    return hashlib.sha256(b"".join((RESULTS / f"{stem}.json").read_bytes() for stem in SOURCES)).hexdigest()
 
 
 def figure_is_stale() -> bool:
-    """True if the figure is absent, or was drawn before its JSON file changed."""
+    """True if the figure is absent, or was drawn before its JSON files changed."""
     from PIL import Image
 
-    return not FIGURE.exists() or Image.open(FIGURE).info.get("Source") != digest(RESULTS / SOURCE)
+    return not FIGURE.exists() or Image.open(FIGURE).info.get("Source") != digest()
 
 
 def stale() -> list[str]:
@@ -86,15 +86,16 @@ def stale() -> list[str]:
 
 
 def draw() -> None:
-    """Draw the figure and store the digest of its JSON file in it."""
+    """Draw the figure and store the digest of its JSON files in it."""
     from PIL import Image, PngImagePlugin
 
     from .figures import draw_step
 
-    with naming(SOURCE):
-        draw_step(load()[Path(SOURCE).stem]["results"], FIGURE)
+    with naming(SOURCES):
+        step, precision = (load()[stem]["results"] for stem in SOURCES)
+        draw_step(step, precision, FIGURE)
     text = PngImagePlugin.PngInfo()
-    text.add_text("Source", digest(RESULTS / SOURCE))
+    text.add_text("Source", digest())
     with Image.open(FIGURE) as image:
         image.load()
         image.convert("RGB").quantize(128).save(FIGURE, pnginfo=text, optimize=True)

@@ -19,7 +19,7 @@ def draw_step(results: Results, precision: Results, path: Path) -> None:
     shares = results["shares"]
     peaks = {name: [r[f"{name} peak_bytes"] / 2**30 for r in shares] for name in ("TRL", "GSPOTrainer")}
     times = {"TRL": [1.0] * len(shares), "GSPOTrainer": [r["update"] for r in shares]}
-    figure = Figure(figsize=(3.9, 8.2), layout="constrained")  # inches: 390 pixels wide
+    figure = Figure(figsize=(3.9, 6.8), layout="constrained")  # inches: 390 pixels wide
     *panels, last = figure.subplots(3)
     titles = ("time of the updates on an H200, TRL = 1", "peak memory, GiB")
     for panel, values, title, form in zip(panels, (times, peaks), titles, ("{:.2f}", "{:.1f}"), strict=True):
@@ -40,7 +40,7 @@ def draw_step(results: Results, precision: Results, path: Path) -> None:
         bars = last.bar([i + 0.21 * (side - 1.5) for i in range(2)], shares_wrong, width=0.2, color=color, label=label)
         last.bar_label(bars, [f"{share:.2g}%" for share in shares_wrong], padding=2, fontsize=9)
     last.set_xticks(range(2), ["bf16 weights", "fp32 weights, autocast"], fontsize=11)
-    last.set(yticks=[], ylim=(0, 13))
+    last.set(yticks=[], ylim=(0, 15))
     last.set_title("wrong clip decisions, CPU", fontsize=12, weight="bold")
     last.tick_params(length=0)
     last.spines[["top", "right", "left"]].set_visible(False)

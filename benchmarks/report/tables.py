@@ -298,6 +298,17 @@ def wrong(record: Results) -> float:
     return record["wrong"][record["lengths"].index(LENGTH)]
 
 
+def sampler_heads(results: Results) -> str:
+    """Standard deviation of answers' mean log-ratios, in nats: a row per trainer, a column per head of the sampler."""
+    cells: dict[str, dict[str, str]] = {}
+    for x in results["sampler"]:
+        body, head = x["trainer"].values()
+        cells.setdefault(f"{body}, {HEADS[head]}", {})[x["sampler"]] = f"{x['std of answers']:.1e}"
+    samplers = list(next(iter(cells.values())))
+    rows = [(trainer, *(row[name] for name in samplers)) for trainer, row in cells.items()]
+    return table(("trainer", *(f"sampler: {name}" for name in samplers)), rows)
+
+
 def operands(results: Results) -> str:
     """The error of log-probs in nats: a row per weight and hidden states, a column per head."""
     shown = lambda error: "refused" if isinstance(error, dict) else f"{error:.1e}"  # noqa: E731
@@ -421,6 +432,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "wrong clip decisions": wrong_clip_decisions,
     "wrong clip decisions by length": wrong_clip_decisions_by_length,
     "operands": lambda every: operands(every["operands-cpu"]),
+    "sampler heads": lambda every: sampler_heads(every["precision-cpu"]),
     "trainings": trainings,
     "roundings": roundings,
     "claims": claims,

@@ -79,7 +79,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in pages.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    return tmp_path / pages.SOURCE
+    return tmp_path / f"{pages.SOURCES[0]}.json"
 
 
 def test_a_changed_number_makes_page_and_figure_stale(copied: Path) -> None:

@@ -44,6 +44,14 @@ class NotByRows(Exception):
     """We cannot take some rows of a layer's argument or output. The layer uses the model's own checkpoint function."""
 
 
+class UnknownRows(Exception):
+    """The shapes of a batch do not tell which axis holds its rows. The layer runs all of them.
+
+    It does so here and not in the model's own checkpoint function: the batch of another rank may have other shapes, and
+    under ZeRO-3, ranks must run modules in the same order.
+    """
+
+
 def skip_rows_without_gradient(model: nn.Module) -> RowCheckpoint:
     """Make the backward of checkpointed layers leave out the rows whose gradient is 0.
 
@@ -93,7 +101,7 @@ class RowCheckpoint:
         model: the transformers model.
         is_on: whether rows are left out. If False, the layers use the model's own checkpoint function.
         counts_rows: whether `take` counts the rows of forwards from now on.
-        fallbacks: why calls used the model's own checkpoint function, for example an argument of the layer.
+        fallbacks: why layers ran all rows, for example because of an argument.
     """
 
     def __init__(self, model: Any) -> None:
@@ -189,7 +197,7 @@ class _Call(NamedTuple):
         """Check the arguments. Transformers passes a partial with the keyword arguments of the layer.
 
         Raises:
-            NotByRows: an argument needs a gradient; we cannot tell whether it has rows; or layers record outputs.
+            NotByRows: an argument needs a gradient or has an unknown type, or layers record outputs.
         """
         keywords = {}
         if isinstance(function, functools.partial):
@@ -197,10 +205,6 @@ class _Call(NamedTuple):
             function = functools.partial(function.func, *function.args)
         if recorded := _recorded_outputs():  # the recomputation would not give them a gradient
             raise NotByRows(f"{', '.join(recorded)}, which layers record")
-        mask = keywords.get("attention_mask", args[0] if args else None)
-        positions: Any = keywords.get("position_ids")
-        is_packed = _may_be_packed(skipping.model.config, hidden, mask, positions)
-        rows = _Packed(hidden, positions, mask, keywords.get("cu_seq_lens_q")) if is_packed else _Padded(hidden)
         autocast = [
             {
                 "device_type": kind,
@@ -211,12 +215,25 @@ class _Call(NamedTuple):
             for kind in {"cpu", hidden.device.type}
             if torch.amp.is_autocast_available(kind)
         ]
-        call = cls(function, args, keywords, rows, skipping, skipping.counts_rows, autocast)
-        for i, x in enumerate(args, 1):
-            call._check(f"argument {i}", x)
-        for name, x in keywords.items():
-            call._check(name, x)
-        return call
+        call = cls(function, args, keywords, _All(hidden), skipping, False, autocast)
+        call._check_all()
+        mask = keywords.get("attention_mask", args[0] if args else None)
+        positions: Any = keywords.get("position_ids")
+        is_packed = _may_be_packed(skipping.model.config, hidden, mask, positions)
+        try:
+            rows = _Packed(hidden, positions, mask, keywords.get("cu_seq_lens_q")) if is_packed else _Padded(hidden)
+            by_rows = call._replace(rows=rows, is_counted=skipping.counts_rows)
+            by_rows._check_all()
+        except UnknownRows as reason:
+            skipping.fallbacks.add(str(reason))
+            return call
+        return by_rows
+
+    def _check_all(self) -> None:
+        for i, x in enumerate(self.args, 1):
+            self._check(f"argument {i}", x)
+        for name, x in self.keywords.items():
+            self._check(name, x)
 
     def _check(self, name: str, x: Any) -> None:
         if isinstance(x, tuple | list):
@@ -346,10 +363,10 @@ class _Padded:
     def __init__(self, hidden: Tensor) -> None:
         self.count, self.length = hidden.shape[:2]
         if self.count == self.length:
-            raise NotByRows("a batch with as many rows as tokens in a row")
+            raise UnknownRows("a batch with as many rows as tokens in a row")
 
     def check_tensor(self, name: str, x: Tensor) -> None:
-        """Raise NotByRows if we cannot tell whether `x` has a row per answer.
+        """Raise UnknownRows if we cannot tell whether `x` has a row per answer.
 
         Per row are [B, T], [B, T, D] such as RoPE's, and [B, 1 or heads, queries, T], but [B, T, T] only for RoPE.
         Shared are [1, ...], and [T] or [T, D] for positions. Others may have heads in the first axis, which could be as
@@ -363,7 +380,7 @@ class _Padded:
         )
         is_shared = x.ndim == 0 or (x.shape[0] == 1 != self.count) or (x.ndim <= 2 and x.shape[0] == length)
         if not (has_rows or is_shared or self.count == 1):
-            raise NotByRows(f"{name}, a tensor {list(x.shape)}")
+            raise UnknownRows(f"{name}, a tensor {list(x.shape)}")
 
     def accepts(self, choice: Choice) -> bool:
         """True if a choice of another layer is one of these rows."""
@@ -403,7 +420,26 @@ class _Padded:
 
     def check_block_mask(self, name: str, x: BlockMask) -> None:
         if x.kv_num_blocks.ndim != 3 or x.kv_num_blocks.shape[0] not in (1, self.count):
-            raise NotByRows(f"{name}, a block mask with batch size {x.kv_num_blocks.shape[0]}")
+            raise UnknownRows(f"{name}, a block mask with batch size {x.kv_num_blocks.shape[0]}")
+
+
+class _All(_Padded):
+    """The rows of a batch whose shapes do not tell them from tokens: all run."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.count = hidden.shape[0]
+
+    def check_tensor(self, name: str, x: Tensor) -> None:
+        pass
+
+    def check_block_mask(self, name: str, x: BlockMask) -> None:
+        pass
+
+    def accepts(self, choice: Choice) -> bool:
+        return choice.places is None
+
+    def choose(self, gradients: list[Tensor]) -> Choice:
+        return Choice(0, None, self.count, self.count)
 
 
 class _Packed:
@@ -420,10 +456,10 @@ class _Packed:
         self.cu_seqlens = cu_seqlens  # [sequences + 1]
 
     def check_tensor(self, name: str, x: Tensor) -> None:
-        """Raise NotByRows if we cannot tell which axes of `x` hold tokens."""
+        """Raise UnknownRows if we cannot tell which axes of `x` hold tokens."""
         is_known = self._is_offsets(name, x) if name.startswith("cu_seq") else x.ndim == 0 or self._axes(x)
         if not is_known:
-            raise NotByRows(f"{name}, a tensor {list(x.shape)}")
+            raise UnknownRows(f"{name}, a tensor {list(x.shape)}")
 
     def _is_offsets(self, name: str, x: Tensor) -> bool:
         """True for the offsets of queries and keys, which are the same in self-attention."""
@@ -477,7 +513,7 @@ class _Packed:
         return x
 
     def check_block_mask(self, name: str, x: BlockMask) -> None:
-        raise NotByRows(f"{name}, a block mask of a packed row")
+        raise UnknownRows(f"{name}, a block mask of a packed row")
 
     def of_block_mask(self, name: str, x: BlockMask, choice: Choice) -> BlockMask:
         raise AssertionError("check_block_mask raises")

@@ -298,10 +298,27 @@ def test_arguments_of_a_layer_are_taken_by_rows_or_all_rows_run(name: str, choic
     for x, y in zip(expected, computed, strict=True):
         torch.testing.assert_close(y, x, rtol=ROW_CHECKPOINT_RELATIVE, atol=ROW_CHECKPOINT_RELATIVE)
     assert bool(choices) == is_known != bool(rows.fallbacks)
+    assert rows.take() == ((3, B) if is_known else (0, 0))
 
 
-def test_as_many_rows_as_tokens_all_run(choices: list[tuple[int, int]]) -> None:
-    """A tensor [T, ...] could have rows or tokens."""
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_as_many_rows_as_tokens_all_run(reentrant: bool, choices: list[tuple[int, int]]) -> None:
+    """A tensor [T, ...] could have rows or tokens.
+
+    Modules run in the order of other batches, which other ranks may have. Their collectives then match under ZeRO-3.
+    """
+    orders = []
+    for length in (T, B):
+        order: list[str] = []
+        model = build(reentrant=reentrant)
+        skip_rows_without_gradient(model)
+        for name, module in model.named_modules():
+            module.register_forward_hook(lambda *_, name=name, order=order: order.append(name))
+        ids, _, weights = batch()
+        gradients(model, ids[:, :length], weights[:, : length - 1])
+        orders.append(order)
+    assert orders[0] == orders[1] and len(choices) == 1
+    choices.clear()
     weights = torch.arange(1.0, T + 1, dtype=torch.float64)[:, None]
     expected, _ = _run(lambda h, x: h * x, weights, False, rows=T)
     computed, rows = _run(lambda h, x: h * x, weights, True, rows=T)

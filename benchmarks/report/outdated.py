@@ -56,6 +56,7 @@ MOVED_BY = {
         "benchmarks/suites/skip.py",
     ),
     "step": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
+    "teachers": (*TRAINING, "gspo_kernels/distillation.py"),
     "trainer": (*LOSS, *TIMED, "integrations/trl/*.py", "benchmarks/suites/trainer.py"),
     "vocab": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
 }

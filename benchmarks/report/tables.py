@@ -356,6 +356,20 @@ def roundings(every: Results) -> str:
     return table(("", *map(scores.label, names)), rows)
 
 
+def distilled(every: Results) -> str:
+    """Held-out rewards of the study of teachers: a column per arm."""
+    study = every["teachers-cpu"]
+    runs, of_teacher = study["runs"], study["settings"]["teacher"]["held-out reward"]
+    last = f"last reward (the teacher's: {of_teacher[-1]:.3f})"
+    rows = []
+    for name, of in (("mean reward", scores.best_scores), (last, scores.last_rewards)):
+        rows.append((name, *(scores.estimate(scores.about(of(x))) for x in runs.values())))
+        rows.append(("minus GSPO's", *(scores.difference(runs, arm, of) for arm in runs)))
+        beside = [scores.difference(runs, arm, of, scores.ALONE) if scores.TEACHER in arm else "-" for arm in runs]
+        rows.append(("minus teacher alone's", *beside))
+    return table(("", *map(scores.label, runs)), rows)
+
+
 def claims(every: Results) -> str:
     """The claims of the paper: what an independent run of verl found, and what we found."""
     dense, long = (every[f"{name}-cpu"]["runs"] for name in ("compare", "long"))
@@ -435,5 +449,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "sampler heads": lambda every: sampler_heads(every["precision-cpu"]),
     "trainings": trainings,
     "roundings": roundings,
+    "distilled": distilled,
     "claims": claims,
 }  # by the name of the block

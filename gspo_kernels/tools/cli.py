@@ -342,7 +342,7 @@ def compare(
         typer.Option(
             help="dense; rounding: bodies in half precision, with our head and with full logits, and a sampler with "
             "weights in bf16, without and with corrections; long: answers of 64 to 80 letters, with several clip "
-            "windows; teachers: with and beside the divergence from a teacher, and with it alone."
+            "windows; teachers: the objective, the divergence from a teacher, and both."
         ),
     ] = "dense",
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective and setting.")] = "0,1,2,3,4",
@@ -355,7 +355,7 @@ def compare(
 
     Each objective is trained at every setting of a grid (learning rates by updates), and compared at its own best
     setting and over the grid. Prints rewards, their differences with 95 % intervals, clip fractions and collapses, and
-    writes the results. The study "dense" has 60 trainings, and "teachers" has 60 after that of the teacher.
+    writes the results. The studies "dense" and "teachers" have 60 trainings.
     """
     try:
         from gspo_kernels.benchmarks.studies.compare import run
@@ -363,7 +363,7 @@ def compare(
         fail(error)
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # fixed, so that tables in a log do not wrap
+        console.width = 220  # fixed, so that tables in a log do not wrap
     try:
         run(objectives, study, seeds, steps, output, console)
     except ValueError as error:  # InputError: an option cannot be used

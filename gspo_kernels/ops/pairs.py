@@ -12,7 +12,7 @@ from ..backends import pairs as shared
 from ..backends.dispatch import implementation
 from ..backends.precision import exact_products
 from ..backends.rows import ExtraRows, HeadGradients, HeadRows, KeptRows, NeedsGradient, Pairs
-from ..layout import accumulator
+from ..layout import accumulator, segment_sum
 from .head import (
     Gradients,
     by_argument,
@@ -98,8 +98,9 @@ def kept_log_probs(
     others = torch.where(pairs.live & ~kept.is_target, z, -torch.inf)
     top = torch.segment_reduce(others.detach(), "max", offsets=offsets, initial=-torch.inf)
     top = torch.where(kept.computed & (top > -torch.inf), top, 0)
-    sums = lambda x: torch.segment_reduce(x, "sum", offsets=offsets, initial=0)  # noqa: E731
-    mass = torch.where(kept.computed, sums((others - top[pairs.rows]).exp()), 1)
+    top_of_pair = top[pairs.rows]
+    sums = lambda x: segment_sum(x, offsets)  # noqa: E731
+    mass = torch.where(kept.computed, sums((others - top_of_pair).exp()), 1)
     nothing = mass == 0  # all other logits are -inf
     log_mass = torch.where(nothing, -torch.inf, torch.where(nothing, 1, mass).log())
     over_top = sums(torch.where(pairs.live & kept.is_target, z, 0)) - top  # of the target
@@ -108,7 +109,7 @@ def kept_log_probs(
     if head.entropy:
         log_total = torch.logaddexp(log_mass, over_top)
         has_mass = pairs.live & (z != -torch.inf)
-        log_p = torch.where(has_mass, z - (top + log_total)[pairs.rows], 0)
+        log_p = torch.where(has_mass, (z - top_of_pair) - log_total[pairs.rows], 0)
         entropy = torch.where(kept.computed, -sums(torch.where(has_mass, log_p.exp() * log_p, 0)), 0)
     log_probs = torch.where(kept.invalid, torch.nan, log_probs)
     if kept.full is not None:

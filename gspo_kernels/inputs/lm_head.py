@@ -340,4 +340,5 @@ def _low_rank_term(
             dropped = lora.lora_dropout[name](hidden.to(dtype))
         hidden_parts.append(adapter_product(dropped, left.to(dtype), mask) * lora.scaling[name])
         weight_parts.append(right)
-    return torch.cat(hidden_parts, -1), torch.cat(weight_parts, -1)
+    with torch.autocast(hidden.device.type, enabled=False):  # under bf16 autocast, `cat` refuses fp16 on a CPU
+        return torch.cat(hidden_parts, -1), torch.cat(weight_parts, -1)

@@ -200,7 +200,7 @@ def make_sample(
         advantages = advantages[:, None] * flip * (0.5 + torch.rand(shape, generator=rng))
 
     if kept:
-        options["kept_sets"] = _random_sets(target_ids, mask, vocab, kept, rng)
+        options["kept_sets"] = random_sets(target_ids, mask, vocab, kept, rng)
     options["mask"] = mask
     draft = Sample(leaves, target_ids, advantages, objective, options)
     with torch.no_grad():
@@ -232,7 +232,7 @@ def make_sample(
     return _pack(sample, lengths) if packed else sample
 
 
-def _random_sets(target_ids: Tensor, mask: Tensor, vocab: int, empty: str, rng: torch.Generator) -> KeptSets:
+def random_sets(target_ids: Tensor, mask: Tensor, vocab: int, empty: str, rng: torch.Generator) -> KeptSets:
     """Return random sets in random order. A quarter has one id, masked tokens have bad ids, and some sets are empty."""
     share = torch.rand(mask.shape, generator=rng)[..., None]
     kept = torch.rand(*mask.shape, vocab, generator=rng) < torch.where(share < 0.25, 0, share)

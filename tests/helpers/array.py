@@ -1,0 +1,648 @@
+"""Compare all results of a row of `helpers.features` with formulas in float64, built on `gspo_kernels.reference`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from helpers.device import gspo_fused_loss, linear_log_probs, policy_loss
+from helpers.features import DTYPES, Case, module_of
+from helpers.tile_choices import Chosen, choices, live_entries, small_tiles
+from tolerance import (
+    DROPPED_MASS_RELATIVE,
+    LOG_RATIO_RELATIVE,
+    METRIC_ABSOLUTE,
+    METRIC_RELATIVE,
+    PLAIN_ORDERS,
+    RELATIVE_RMS,
+    check,
+    check_loss,
+)
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from gspo_kernels import metrics
+from gspo_kernels.distillation import linear_top_k
+from gspo_kernels.objective import DIVERGENCES, SCORES
+from gspo_kernels.reference import (
+    aggregation_weight,
+    default_normalizer,
+    dppo,
+    kl_to_reference,
+    log_ratios_of_sequence,
+    mask_of_sets,
+    projection_log_probs,
+    score,
+    surrogate,
+)
+
+Tensors = dict[str, Tensor]
+TEMPERATURES: dict[str, Any] = {"1": 1.0, "number": 0.7, "tensor": torch.tensor(0.7)}
+
+
+@dataclass
+class Results:
+    """What a row gives: by the library, or by the formulas, for which `parts` has more."""
+
+    outputs: Tensors  # loss, log_probs, entropy, log_ratio, extra_log_probs
+    gradients: Tensors
+    metrics: dict[str, Tensor]
+    parts: Any = None
+
+
+# -- by the library
+
+
+def head_options(case: Case, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+    row = case.row
+    temperature = case.lay_out("temperature")
+    return {
+        "bias": leaves["bias"] if row["bias"] == "argument" else None,
+        "logit_scale": row["logit_scale"],
+        "logit_softcap": row["logit_softcap"],
+        "temperature": TEMPERATURES[row["temperature"]] if temperature is None else temperature,
+        "vocab_size": case.vocab if row["vocab_size"] == "padded" else None,
+        "head_precision": row["head_precision"],
+    }
+
+
+def cache_mib(case: Case) -> float:
+    bytes_of_half = case.mask.numel() * len(case.leaves["weight"]) * case.tokens["hidden"].element_size() / 2
+    return {0: 0.0, "some rows": bytes_of_half / 2**20, "all rows": 4.0}[case.row["cache_mib"]]
+
+
+def call_of(case: Case, hidden: Tensor, head: Any, leaves: Mapping[str, Tensor]) -> Callable[[], dict[str, Any]]:
+    """Return a call of the public functions. It returns the outputs, and the metrics as "metrics"."""
+    row = case.row
+    mask = case.lay_out("mask")
+    given_mask = {"bool": mask, "integer": mask.long(), "by target": None}[row["mask"]]
+    packed = row["layout"] == "packed"
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), case.tokens["inside"].sum(1).cumsum(0)]) if packed else None
+    options = {"mask": given_mask, "backend": row["backend"], **head_options(case, leaves)}
+    memory = {"gradient_budget": row["gradient_budget"], "cache_mib": cache_mib(case)}
+    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "token_weights")
+    of_policy = {name: case.lay_out(name) for name in names} | {"objective": case.objective, "cu_seqlens": offsets}
+    of_policy |= case.normalizers
+    kept, extra = case.lay_out("kept_sets"), case.lay_out("extra_ids")
+    tokens = hidden, head, case.lay_out("target_ids")
+    advantages = case.lay_out("advantages")
+    unknown = {"kl_log_probs": mask} if row["kl_log_probs"] else {}
+    unknown |= {} if extra is None else {"extra_ids": extra}
+
+    def fused() -> dict[str, Any]:
+        arguments = options | memory | of_policy | unknown
+        return gspo_fused_loss(*tokens, advantages, entropy=row["entropy"], kept_sets=kept, **arguments)._asdict()
+
+    def chained() -> dict[str, Any]:
+        wants_entropy = row["entropy"] or row["entropy_coef"] != 0
+        lp = linear_log_probs(*tokens, entropy=wants_entropy, kept_sets=kept, extra_ids=extra, **options, **memory)
+        full = linear_log_probs(*tokens, **options).log_probs if row["kl_log_probs"] else None
+        given = {"mask": mask, "backend": row["backend"], "entropy": lp.entropy, "kl_log_probs": full, **of_policy}
+        out = policy_loss(lp.log_probs, advantages, **given)
+        return {**out._asdict(), "extra_log_probs": lp.extra_log_probs, "kl_log_probs": full}
+
+    return fused if row["entry"] == "fused" else chained
+
+
+@contextlib.contextmanager
+def settings_of(row: Mapping[str, Any]) -> Iterator[list[Chosen]]:
+    """Set the size of tiles and autocast, and record the cells that a backward computes."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if row["tiles"] == "many":
+            stack.enter_context(small_tiles(16, 29))
+        made = stack.enter_context(choices())
+        yield made
+
+
+def run(case: Case) -> tuple[Results, list[Chosen]]:
+    """Compute the results of a row by the library."""
+    row = case.row
+    hidden = case.lay_out("hidden")
+    if row["strides"] == "hidden":
+        hidden = torch.stack([hidden, -hidden], -1)[..., 0]
+    hidden = nn.Parameter(hidden)
+    leaves = {name: nn.Parameter(x) for name, x in case.leaves.items()}
+    head = module_of(case, leaves)
+    for name, x in {"hidden": hidden, **leaves}.items():
+        x.requires_grad_(row["frozen"] not in ("everything", name))
+    extra = case.lay_out("extra_factors")
+
+    function = call_of(case, hidden, head, leaves)
+    if row["compile"]:
+        torch.compiler.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with settings_of(row) as chosen:
+        with torch.autocast("cpu", torch.bfloat16, enabled=row["autocast"]):
+            out = function()
+        total = out["loss"] if extra is None else out["loss"] + (extra * out["extra_log_probs"]).sum()
+        wanted = {name: x for name, x in {"hidden": hidden, **leaves}.items() if x.requires_grad}
+        assert total.requires_grad == bool(wanted)
+        gradients = torch.autograd.grad(total, list(wanted.values())) if wanted else ()
+    found = dict(out.pop("metrics"))
+    if row["entry"] == "chained" and wanted and not row["compile"]:
+        found |= {f"backward {name}": x for name, x in metrics.last_backward().items()}
+    outputs = {name: x.detach() for name, x in out.items() if x is not None}
+    return Results(outputs, dict(zip(wanted, gradients, strict=True)), found), chosen
+
+
+# -- by formulas, over the n unmasked tokens
+
+
+@dataclass
+class Tokens:
+    """The unmasked tokens of a case in float64, [n]."""
+
+    sequence: Tensor
+    advantages: Tensor
+    weights: Tensor
+    old: Tensor | None
+    ref: Tensor | None
+    rollout_metrics: Tensors
+
+
+def unmasked(case: Case) -> Tokens:
+    mask = case.mask
+    sequence = mask.nonzero()[:, 0]
+    pick = lambda name: None if name not in case.tokens else case.tokens[name].double()  # noqa: E731
+    advantages = case.tokens["advantages"].double()
+    advantages = (advantages[:, None] if advantages.ndim == 1 else advantages).expand(mask.shape)[mask]
+    weights = pick("token_weights")
+    weights = torch.ones(len(sequence)).double() if weights is None else weights.expand(mask.shape)[mask]
+    old, ref, rollout = (
+        None if x is None else x[mask] for x in map(pick, ("old_log_probs", "ref_log_probs", "rollout_log_probs"))
+    )
+    found: Tensors = {}
+    if rollout is not None and old is not None:
+        rho = old - rollout
+        correction = case.objective.rollout_correction
+        parts = correction if isinstance(correction, tuple) else (correction,)
+        w, outsides = torch.ones_like(rho), []
+        for part in parts:
+            logs = rho
+            if part.level != "token":
+                logs = torch.zeros(len(mask)).double().index_add_(0, sequence, rho)
+                logs = logs / (mask.sum(1).clamp(min=1) if part.level == "geometric" else 1)
+                logs = logs[sequence]
+            raw = logs.exp()
+            outsides.append((raw < part.low) | (raw > part.high))
+            inside = {"truncate": raw.clamp(part.low, part.high), "mask": raw, "gate": torch.ones_like(raw)}[part.mode]
+            w = w * (inside if part.mode == "truncate" else torch.where(outsides[-1], 0, inside))
+        n = max(len(rho), 1)
+        square = w.square().sum()
+        found = {
+            "weight_mean": w.sum() / n,
+            "weight_square_mean": square / n,
+            "weight_max": torch.cat([w, w.new_zeros(1)]).max(),
+            "effective_sample_size": w.sum() ** 2 / (n * square) if square > 0 else w.new_zeros(()),
+            "bound_share": torch.stack(outsides).any(0).sum() / n,
+            "kl_sampler_trainer": (rho.exp() - 1 - rho).sum() / n,
+        }
+        if len(parts) > 1:
+            found |= {f"bound_share_{i}": x.sum() / n for i, x in enumerate(outsides)}
+        weights = weights * w
+    return Tokens(sequence, advantages, weights, old, ref, {f"rollout_{name}": x for name, x in found.items()})
+
+
+def clipped(u: Tensor, advantages: Tensor, lp: Tensor, o: Any) -> tuple[Tensor, Tensor]:
+    """Say which log-ratios are clipped at the lower and at an upper bound, as docs/reference.md defines it."""
+    positive, negative = advantages > 0, advantages < 0
+    low, high = -math.inf if o.clip_low >= 1 else math.log1p(-o.clip_low), math.log1p(o.clip_high)
+    if o.surrogate == "clip":
+        ceiling = min(math.log(x) for x in (o.dual_clip, o.delta, math.inf) if x is not None)
+        return negative & (u < low), (positive & (u > high)) | (negative & (u > ceiling))
+    if o.surrogate == "gmpo":
+        return negative & (u < -o.clip_low), positive & (u > o.clip_high)
+    if o.surrogate in DIVERGENCES:
+        p, q = lp.clamp(max=0).exp(), (lp - u).clamp(max=0).exp()
+        d = (p - q).abs()
+        if o.surrogate == "dppo_kl":
+            d = torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
+        return negative & (p < q) & (d > o.clip_low), positive & (p > q) & (d > o.clip_high)
+    never = torch.zeros_like(positive)
+    if o.surrogate == "topr":
+        return never, negative & (u > 0)
+    if o.surrogate == "vespo":
+        low, high = math.log(1e-8), 20.0
+    moves = (positive | negative) if o.surrogate in ("cispo", "vespo") else never
+    return moves & (u < low), moves & (u > high)
+
+
+@dataclass
+class Policy:
+    loss: Tensor
+    log_ratio: Tensor  # [S], or [n] for ratio="token"
+    size: float  # for `check_loss`
+    metrics: Tensors
+
+
+def policy_of(case: Case, tokens: Tokens, lp: Tensor, entropy: Tensor, kl_lp: Tensor) -> Policy:
+    """Compute the loss and its metrics from log-probs and entropies [n]."""
+    o, mask = case.objective, case.mask
+    lengths = mask.sum(1).tolist()
+    numbers = {name: float(x) for name, x in case.normalizers.items()}
+    normalizer = numbers.get("normalizer", default_normalizer(o.aggregation, lengths))
+    kl_aggregation = o.kl_aggregation or o.aggregation
+    kl_normalizer = normalizer if kl_aggregation == o.aggregation else default_normalizer(kl_aggregation, lengths)
+    kl_normalizer = numbers.get("kl_normalizer", kl_normalizer)
+    loss, size = lp.new_zeros(()), 0.0
+    ratios, log_ratios, kls, lows, highs = [], [], [], [], []
+    for i, length in enumerate(lengths):
+        at = tokens.sequence == i
+        a, x, h = tokens.advantages[at].to(lp.dtype), lp[at], entropy[at]
+        old = None if tokens.old is None else tokens.old[at].to(lp.dtype)
+        token_log_ratio, u, log_ratio = log_ratios_of_sequence(x, old, a, o)
+        log_ratios.append(token_log_ratio if o.ratio == "token" else u[None])
+        if not length:
+            continue
+        ratios.append(log_ratios[-1].exp())
+        low, high = clipped(token_log_ratio if o.surrogate == "gmpo" else log_ratio, a, x, o)
+        lows.append(low)
+        highs.append(high)
+        weighted = a * tokens.weights[at].to(lp.dtype)
+        if o.surrogate in SCORES:
+            terms = score(log_ratio, weighted, x, o)
+        elif o.surrogate in DIVERGENCES:
+            terms = dppo(log_ratio, weighted, x, o)
+        else:
+            terms = surrogate(log_ratio, weighted, o)
+        terms = aggregation_weight(o.aggregation, length, o.length_norm) / normalizer * (terms - o.entropy_coef * h)
+        if tokens.ref is not None:
+            kl = kl_to_reference(kl_lp[at], tokens.ref[at].to(lp.dtype), token_log_ratio, o.kl_estimator)
+            kls.append(kl)
+            if o.kl_coef:
+                factor = o.kl_coef * aggregation_weight(kl_aggregation, length, o.length_norm) / kl_normalizer
+                terms = terms + factor * (kl * log_ratio.exp() if o.kl_ratio_factor else kl)
+        loss = loss + terms.sum()
+        size += terms.detach().abs().sum().item() * (length if o.ratio == "sequence-product" else 1)
+    n, filled = max(len(lp), 1), max(len(ratios), 1)
+    join = lambda parts: torch.cat(parts) if parts else lp.new_zeros(0)  # noqa: E731
+    old = lp.detach() if tokens.old is None else tokens.old
+    s = join(ratios) if ratios else lp.new_ones(1)
+    ends = {"_low": lows, "_high": highs, "": [x | y for x, y in zip(lows, highs, strict=True)]}
+    found: dict[str, Any] = {
+        **{f"clip_fraction{end}": sum(x.any().item() for x in where) / filled for end, where in ends.items()},
+        **{f"token_clip_fraction{end}": join(where).sum() / n for end, where in ends.items()},
+        "ratio_mean": s.mean(),
+        "ratio_min": s.min(),
+        "ratio_max": s.max(),
+        "kl_to_old": (old - lp).sum() / n,
+        "tokens": len(lp),
+        "sequences": len(ratios),
+        "ratios": len(lp) if o.ratio == "token" else len(ratios),
+        "invalid": 0,
+        **tokens.rollout_metrics,
+    }
+    if tokens.ref is not None:
+        found["kl"] = join(kls).sum() / n
+    if case.row["entropy"] or o.entropy_coef:
+        found["entropy"] = entropy.sum() / n
+    if case.row["kept_sets"] and case.row["entry"] == "fused":
+        found["kept_singletons"] = (case.tokens["kept_sets"].sizes[mask.reshape(-1)] == 1).sum() / n
+    if case.row["kl_log_probs"]:
+        found["kept_mass"] = (kl_lp - lp).exp().sum() / n
+    known = {name: torch.as_tensor(x).detach().double() for name, x in found.items()}
+    return Policy(loss, join(log_ratios), max(size, tokens.advantages.abs().sum().item() / n), known)
+
+
+def rounded(case: Case, x: Tensor, original: Tensor) -> Tensor:
+    """Round an operand as autocast does, without rounding its gradient."""
+    if not case.row["autocast"] or case.row["head_precision"] or original.dtype == torch.float64:
+        return x
+    return x + (original.bfloat16().to(x.dtype) - x).detach()
+
+
+def operand_dtype(case: Case) -> torch.dtype:
+    """The dtype in which PyTorch multiplies the operands of the head."""
+    dtype = DTYPES[case.row["dtype"]]
+    if dtype == torch.float64:
+        return dtype
+    if case.row["head_precision"]:
+        return torch.float32
+    return torch.bfloat16 if case.row["autocast"] else dtype
+
+
+def logits_of(case: Case, projection: Tensor) -> dict[str, Any]:
+    """Return the arguments of `projection_log_probs` for the unmasked tokens."""
+    row, dtype = case.row, projection.dtype
+    temperature = TEMPERATURES.get(row["temperature"])
+    if temperature is None:
+        temperature = case.tokens["temperature"][case.mask].to(dtype)
+    options = {"logit_scale": row["logit_scale"], "logit_softcap": row["logit_softcap"], "vocab_size": case.vocab}
+    return {"projection": projection, "temperature": temperature, **options}
+
+
+def project(case: Case, leaves: Tensors, order: int = 0) -> Tensor:
+    """Compute h W^T + bias with the adapters' terms, [n, V]. `order` permutes the terms of each logit.
+
+    From the fifth order on, it also moves each logit by up to two units in the last place, as other sums would.
+    """
+    original = case.tokens["hidden"][case.mask]
+    h = leaves["hidden"]
+    base, weight = rounded(case, h, original), rounded(case, leaves["weight"], case.leaves["weight"])
+    if order:
+        terms = torch.randperm(h.shape[1], generator=torch.Generator().manual_seed(order))
+        base, weight = base[:, terms], weight[:, terms]
+    bias = rounded(case, leaves["bias"], case.leaves["bias"]) if "bias" in leaves else None
+    out = linear(base, weight, bias)
+    for i, scaling in enumerate(case.scaling):
+        out = out + scaling * linear(linear(h, leaves[f"A{i}"]), leaves[f"B{i}"])
+    if order >= PLAIN_ORDERS[torch.float32]:
+        noise = 2 * torch.rand(out.shape, generator=torch.Generator().manual_seed(order)) - 1
+        out = out * (1 + 2 * torch.finfo(out.dtype).eps * noise)
+    return out
+
+
+def leaves_in(case: Case, dtype: torch.dtype) -> Tensors:
+    originals = {"hidden": case.tokens["hidden"][case.mask], **case.leaves}
+    return {name: x.detach().to(dtype).requires_grad_() for name, x in originals.items()}
+
+
+def log_probs_of(case: Case, full: bool = False) -> Tensor:
+    """Compute log-probs [B, T] in float64, 0 where masked. `full`: over the vocabulary, also with kept sets."""
+    ids, kept = case.tokens["target_ids"][case.mask], None if full else kept_of(case)
+    projection = project(case, leaves_in(case, torch.float64)).detach()
+    lp, _ = projection_log_probs(target_ids=ids, kept=kept, **logits_of(case, projection))
+    return torch.zeros(case.mask.shape, dtype=torch.float64).masked_scatter(case.mask, lp)
+
+
+def kept_of(case: Case) -> Tensor | None:
+    sets = case.tokens.get("kept_sets")
+    return None if sets is None else mask_of_sets(sets, case.vocab)[case.mask.reshape(-1)]
+
+
+def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, order: int = 0) -> Results:
+    """Compute all results. The head multiplies in `dtype`, the rest is at least fp32.
+
+    `dropped` [n, V] marks the entries of the vocabulary's d_logits that a budget leaves out.
+    """
+    mask, tokens = case.mask, unmasked(case)
+    leaves = leaves_in(case, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    projection = project(case, leaves, order)
+    options = logits_of(case, projection.to(wide))
+    ids, kept = case.tokens["target_ids"][mask], kept_of(case)
+    full_lp, full_entropy = projection_log_probs(target_ids=ids, **options)
+    lp, entropy = (
+        (full_lp, full_entropy) if kept is None else projection_log_probs(target_ids=ids, kept=kept, **options)
+    )
+    inner = [x.detach().requires_grad_() for x in (lp, entropy, full_lp)]
+    policy = policy_of(case, tokens, inner[0], inner[1], inner[2] if case.row["kl_log_probs"] else inner[0])
+    slopes: list[Any] = [torch.zeros_like(x) for x in inner]
+    if policy.loss.requires_grad:
+        slopes = list(torch.autograd.grad(policy.loss, inner, allow_unused=True))
+        slopes = [torch.zeros_like(x) if g is None else g for g, x in zip(slopes, inner, strict=True)]
+    total = torch.stack([(g * x).sum() for g, x in zip(slopes, (lp, entropy, full_lp), strict=True)]).sum()
+    # The weight of the softmax in the vocabulary's pass, [n]
+    factor = slopes[0] if case.row["kept_sets"] is None else torch.where(kept.all(1) & _empty(case), slopes[0], 0)
+    extra = None
+    if "extra_ids" in case.tokens:
+        extra_ids, f = case.tokens["extra_ids"][mask], case.tokens["extra_factors"][mask].to(wide)
+        columns = [projection_log_probs(target_ids=x.clamp(0), **options)[0] for x in extra_ids.unbind(1)]
+        extra = torch.where(extra_ids >= 0, torch.stack(columns, 1), 0)
+        total = total + (f * extra).sum()
+        factor = factor + torch.where(extra_ids >= 0, f, 0).sum(1)
+    d = torch.autograd.grad(total, projection, retain_graph=True)[0] if len(lp) else torch.zeros_like(projection)
+    d_vocabulary = torch.autograd.grad((factor * full_lp).sum(), projection, retain_graph=True)[0]
+    if dropped is not None:
+        d = d - torch.where(dropped, d_vocabulary, 0)
+    gradients = torch.autograd.grad(projection, list(leaves.values()), d)
+    named = dict(zip(leaves, gradients, strict=True))
+    if kept is not None and dtype == torch.float32:
+        named |= _from_pairs(case, leaves, d)
+
+    def per_token(x: Tensor) -> Tensor:
+        out = torch.zeros(*mask.shape, *x.shape[1:], dtype=x.dtype)
+        out[mask] = x.detach()
+        return out
+
+    log_ratio = per_token(policy.log_ratio) if case.objective.ratio == "token" else policy.log_ratio.detach()
+    named["hidden"] = per_token(named["hidden"])
+    outputs = {"loss": policy.loss.detach(), "log_probs": per_token(lp), "log_ratio": log_ratio}
+    if case.row["entropy"] or case.objective.entropy_coef:
+        outputs["entropy"] = per_token(entropy)
+    if case.row["kl_log_probs"]:
+        outputs["kl_log_probs"] = per_token(full_lp)
+    if extra is not None:
+        outputs["extra_log_probs"] = per_token(extra)
+    parts = {"policy": policy, "slopes": slopes, "factor": factor, "d_vocabulary": d_vocabulary.detach()}
+    return Results(outputs, named, policy.metrics, parts)
+
+
+@torch.no_grad()
+def _from_pairs(case: Case, leaves: Tensors, d: Tensor) -> Tensors:
+    """Compute gradients with products that add one (row, id) pair after another, as in the backward of kept sets."""
+
+    def product(d: Tensor, matrix: Tensor) -> Tensor:
+        row, of = d.nonzero(as_tuple=True)
+        return torch.zeros(len(d), matrix.shape[1]).index_add_(0, row, d[row, of, None] * matrix[of])
+
+    h = leaves["hidden"]
+    named = {"hidden": product(d, leaves["weight"]), "weight": product(d.t(), h)}
+    for i, scaling in enumerate(case.scaling):
+        d_left = scaling * product(d, leaves[f"B{i}"])
+        named["hidden"] += d_left @ leaves[f"A{i}"]
+        named |= {f"A{i}": d_left.t() @ h, f"B{i}": product(d.t(), scaling * h @ leaves[f"A{i}"].t())}
+    return named
+
+
+def _empty(case: Case) -> Tensor:
+    return case.tokens["kept_sets"].sizes[case.mask.reshape(-1)] == 0
+
+
+# -- comparison
+
+
+def assert_right(case: Case) -> None:
+    """Assert that every output, gradient and metric of a row is right."""
+    ours, chosen = run(case)
+    row, mask = case.row, case.mask
+    inside = case.tokens["inside"]
+    dropped, seen = None, None
+    if row["gradient_budget"] and chosen:
+        (seen,) = chosen
+        keep = live_entries(seen) | ~(seen.head.mask & (seen.coefficient != 0))[:, None]
+        dropped = ~keep[mask[inside] if row["layout"] == "packed" else mask.reshape(-1)]
+    width = len(case.leaves["weight"])
+    if dropped is not None:
+        dropped = torch.nn.functional.pad(dropped, (0, width - dropped.shape[1]), value=True)
+    truth, dtype = by_formulas(case, torch.float64, dropped), operand_dtype(case)
+    plain = [by_formulas(case, dtype, dropped, order) for order in range(PLAIN_ORDERS.get(dtype, 1))]
+    try:
+        assert_values(case, ours, truth, plain)
+    except AssertionError:
+        if dtype != torch.float32:
+            raise
+        # In one row of fifty, four orders of additions do not show how large an error of plain PyTorch may be.
+        plain += [by_formulas(case, dtype, dropped, order) for order in range(len(plain), MANY_ORDERS)]
+        assert_values(case, ours, truth, plain)
+    assert_metrics(case, ours, truth, dropped)
+    if row["backend"] == "torch":  # interpreted kernels are slow
+        assert_parts_combine(case, ours, truth.parts["policy"].size)
+    if row["top_k"]:
+        assert_top_k(case)
+
+
+MANY_ORDERS = 32
+
+
+def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results]) -> None:
+    """Compare outputs and gradients with the truth, within the law of tolerance.py. `plain` are same-dtype runs."""
+    row, inside, dtype = case.row, case.tokens["inside"], operand_dtype(case)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def laid_out(x: Tensor) -> Tensor:
+        return x[inside] if row["layout"] == "packed" and x.shape[:2] == inside.shape else x
+
+    def worst(kind: str, name: str, true: Tensor) -> Tensor:
+        return _worst([laid_out(getattr(x, kind)[name]) for x in plain], true)
+
+    assert ours.outputs.keys() == truth.outputs.keys()
+    for name, true in truth.outputs.items():
+        x, true = ours.outputs[name], laid_out(true)
+        assert x.dtype == wide and x.shape == true.shape, f"{name} is {x.dtype} {tuple(x.shape)}"
+        if name == "loss":
+            check_loss(x, true, truth.parts["policy"].size)
+        elif name == "log_ratio":
+            limit = LOG_RATIO_RELATIVE[wide] * max(truth.outputs["log_probs"].abs().max().item(), 1)
+            assert (x - true).abs().max() <= limit, "log_ratio"
+        else:
+            check(name, x.reshape(-1), worst("outputs", name, true).reshape(-1), true.reshape(-1), wide)
+    for name, x in ours.gradients.items():
+        true = laid_out(truth.gradients[name])
+        same = worst("gradients", name, true)
+        leaf = case.leaves[name] if name in case.leaves else case.tokens["hidden"]
+        assert x.dtype == leaf.dtype, f"d_{name} is {x.dtype}"
+        # Adapters stay fp32 under autocast, unless the exponentials in their gradients were kept in half precision.
+        is_rounded = name[0] not in "AB" or row["cache_mib"] != 0
+        law = dtype if x.dtype == torch.float32 and is_rounded else x.dtype
+        law = torch.bfloat16 if dtype == torch.bfloat16 and x.dtype == torch.float16 else law
+        # PyTorch adds the rounded gradients of the vocabulary's pass, of pairs, of a second call and of adapters.
+        sums = "extra_ids" in case.tokens, row["kept_sets"] == "empty is all", row["kl_log_probs"]
+        more = sum((*sums, name == "hidden" and len(case.scaling) > 0))
+        rms = more * RELATIVE_RMS[law] * true.square().mean().sqrt().item()
+        if dtype == torch.float32:  # terms may cancel
+            rms += (same - true).square().mean().sqrt().item()
+        columns = -1 if more and law.itemsize == 2 else x.shape[-1]
+        flat = [y.reshape(-1, columns) if columns > 0 else y.reshape(-1) for y in (x, same, true)]
+        check(f"d_{name}", flat[0], flat[1], flat[2], law, rms)
+
+
+def _worst(runs: list[Tensor], true: Tensor) -> Tensor:
+    return max(runs, key=lambda x: (x.double() - true).abs().max().item() if x.numel() else 0.0)
+
+
+def assert_metrics(case: Case, ours: Results, truth: Results, dropped: Tensor | None) -> None:
+    """Compare every metric with its formula over the log-probs and entropies that the library returned."""
+    row = case.row
+    inside = case.lay_out("mask")
+    zeros = torch.zeros(int(inside.sum()), dtype=torch.float64)
+    names = ("log_probs", "entropy", "kl_log_probs")
+    lp, entropy, kl_lp = (ours.outputs[name][inside].double() if name in ours.outputs else zeros for name in names)
+    expected = policy_of(case, unmasked(case), lp, entropy, kl_lp if row["kl_log_probs"] else lp).metrics
+    g_lp, g_entropy, _ = truth.parts["slopes"]
+    n = len(lp)
+    live = (g_lp != 0) | (g_entropy != 0)
+    expected["zero_coefficient_share"] = 1 - live.sum().double() / max(n, 1)
+    has_pass = row["kept_sets"] in (None, "empty is all") and not row["kl_log_probs"]
+    recorded = any(name.startswith("backward ") for name in ours.metrics)
+    if recorded and not has_pass:  # the record is of another backward
+        ours.metrics = {name: x for name, x in ours.metrics.items() if not name.startswith("backward ")}
+    elif recorded or (row["entry"] == "fused" and row["kept_sets"] is None):
+        prefix = "backward " if recorded else ""
+        rows = _empty(case) if row["kept_sets"] else torch.ones(n, dtype=torch.bool)
+        live = ((truth.parts["factor"] != 0) | (g_entropy != 0)) & rows
+        work = {name.removeprefix(prefix): x for name, x in ours.metrics.items() if name.startswith(prefix)}
+        assert_work(case, work, live, int(rows.sum()), ours, truth, dropped)
+        expected |= {prefix + name: work[name] for name in metrics.WORK_NAMES}
+        expected |= {"backward tokens": rows.sum().double()} if recorded else {}
+    assert_close(ours.metrics, expected)
+
+
+def assert_work(
+    case: Case, work: Tensors, live: Tensor, rows: int, ours: Results, truth: Results, dropped: Tensor | None
+) -> None:
+    """Check the metrics of a backward's work. `live` [n] are the rows with a gradient, of `rows` in the pass."""
+    n, columns = max(rows, 1), case.vocab
+    mass = truth.parts["d_vocabulary"].abs()
+    computed = live[:, None] if dropped is None else live[:, None] & ~dropped[:, :columns]
+    tiles = computed.expand(-1, columns).sum().item() / (n * columns)
+    total = mass.sum().item() if dropped is not None else 0.0
+    share = 0.0 if dropped is None or not total else mass[dropped].sum().item() / total
+    exact = {"live_row_share": live.sum().item() / n, "live_tile_share": tiles}
+    assert_close({name: work[name] for name in exact}, exact)
+    reported, of_mass = work["dropped_gradient_mass"].item(), work["gradient_mass"].item()
+    assert share <= reported * (1 + DROPPED_MASS_RELATIVE) + 1e-9 and reported <= case.row["gradient_budget"]
+    assert of_mass <= total * (1 + DROPPED_MASS_RELATIVE) + 1e-12
+    if case.row["logit_softcap"] is None:
+        assert abs(share - reported) <= DROPPED_MASS_RELATIVE * reported + 1e-9
+        assert abs(total - of_mass) <= DROPPED_MASS_RELATIVE * total + 1e-12
+    needed = ours.gradients.keys()
+    products = ("hidden" in needed) + ("weight" in needed) + bool(needed)
+    least, most = (1 + (products - cached) * tiles for cached in (bool(products), 0))
+    least = most if case.row["cache_mib"] == 0 else least
+    most = least if case.row["cache_mib"] == "all rows" else most
+    assert least * (1 - METRIC_RELATIVE) <= work["passes"].item() <= most * (1 + METRIC_RELATIVE)
+
+
+def assert_close(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert ours.keys() == expected.keys(), f"metrics {ours.keys() ^ expected.keys()} are only in one"
+    for name, x in expected.items():
+        x, y = torch.as_tensor(x).double(), ours[name].double()
+        assert abs(y - x) <= METRIC_RELATIVE * abs(x) + METRIC_ABSOLUTE, f"{name} is {y}, expected {x}"
+
+
+def assert_parts_combine(case: Case, ours: Results, size: float) -> None:
+    """Divide the batch into uneven micro-batches. Losses add up, and metrics combine to those of the batch."""
+    lengths, o = case.mask.sum(1).tolist(), case.objective
+    longest = case.tokens["inside"].sum(1).argsort(descending=True).tolist()
+    divisions = [longest[:1], [longest[i] for i in (1, 6, 5)], longest[2:5]]  # no packed part has a row per sequence
+    of_kl = o.kl_aggregation or o.aggregation
+    numbers: dict[str, Any] = {"normalizer": default_normalizer(o.aggregation, lengths)} | case.normalizers
+    if o.kl_coef and "kl_normalizer" not in numbers:
+        same = of_kl == o.aggregation
+        numbers["kl_normalizer"] = numbers["normalizer"] if same else default_normalizer(of_kl, lengths)
+    eager = replace(case, normalizers=numbers, row={**case.row, "compile": False})
+    parts = [run(eager.take(rows))[0] for rows in divisions]
+    check_loss(torch.stack([x.outputs["loss"] for x in parts]).double().sum(), ours.outputs["loss"].double(), size)
+    names = [name for name in ours.metrics if not name.startswith("backward ")]
+    chosen = ("dropped_gradient_mass", "live_tile_share", "passes")  # what a budget drops is chosen for each part
+    combined = metrics.combine([{name: x.metrics[name] for name in names} for x in parts])
+    assert combined.keys() == set(names)
+    if case.row["gradient_budget"] and "passes" in names:
+        assert combined["dropped_gradient_mass"] <= case.row["gradient_budget"]
+        names = [name for name in names if name not in chosen]
+    if case.row["cache_mib"] == "some rows":
+        names = [name for name in names if name != "passes"]
+    assert_close({name: combined[name] for name in names}, {name: ours.metrics[name] for name in names})
+
+
+def assert_top_k(case: Case) -> None:
+    """The k likeliest ids have the largest log-probs of the row, up to rounding."""
+    leaves = {name: nn.Parameter(x) for name, x in case.leaves.items()}
+    head, hidden, k = module_of(case, leaves), case.lay_out("hidden"), case.row["top_k"]
+    k = case.vocab if k == "all" else k
+    with settings_of(case.row), torch.autocast("cpu", torch.bfloat16, enabled=case.row["autocast"]):
+        top = linear_top_k(hidden, head, k, mask=case.lay_out("mask"), **head_options(case, leaves))
+    inside = case.lay_out("mask")
+
+    def log_probs(dtype: torch.dtype, order: int = 0) -> Tensor:
+        projection = project(case, leaves_in(case, dtype), order).detach()
+        options = logits_of(case, projection.to(torch.promote_types(dtype, torch.float32)))
+        z, cap, t = options["logit_scale"] * options["projection"], options["logit_softcap"], options["temperature"]
+        z = cap * torch.tanh(z / cap) if cap else z
+        z = z / (t[:, None] if isinstance(t, Tensor) and t.ndim else t)
+        return z[:, : case.vocab].log_softmax(1)
+
+    truth, dtype = log_probs(torch.float64), torch.promote_types(operand_dtype(case), torch.float32)
+    same = _worst([log_probs(dtype, order) for order in range(MANY_ORDERS if dtype == torch.float32 else 1)], truth)
+    ids, ours = top.ids[inside], top.log_probs[inside]
+    assert all(len(set(row)) == k for row in ids.tolist()) and (top.ids[~inside] == -1).all()
+    for expected in (lambda x: x.gather(1, ids), lambda x: x.topk(k).values):
+        check("top k", ours, expected(same), expected(truth), ours.dtype)

@@ -1,0 +1,386 @@
+"""All settings of the public functions as a table, the combinations that are not allowed, and random batches of a row.
+
+A row has one value of every factor. `build` makes its batch, and `helpers.array.assert_right` compares the results with
+float64. tests/math/test_array.py covers pairs and triples of values, tests/attack.py draws rows at random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from helpers.pair_cover import Ban
+from helpers.samples import random_sets
+from torch import Tensor, nn
+
+from gspo_kernels import KeptSets, Objective
+from gspo_kernels.objective import AGGREGATIONS, DIVERGENCES, KL_ESTIMATORS, RATIOS, SURROGATES
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels.validation import ROUNDING
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WINDOWS = {"narrow": (3e-4, 4e-4), "wide": (0.2, 0.28), "open": (0.9, math.inf)}
+CEILINGS = {  # outside of the log-ratios of `_log_ratios`
+    "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 3.0},
+    "delta": {"narrow": 1.00045, "wide": 1.32},
+}
+CORRECTIONS: dict[str, Any] = {
+    "truncate": RolloutCorrection("token", "truncate", 0.8, 1.2),
+    "mask": RolloutCorrection("sequence", "mask", 0.7, 1.4),
+    "two": (RolloutCorrection("geometric", "gate", 0.9, 1.1), RolloutCorrection("token", high=math.inf)),
+}
+# The first value is the default. A value that is listed several times is drawn more often.
+FACTORS: dict[str, Sequence[Any]] = {
+    "entry": ("fused", "chained"),
+    "dtype": ("fp32", "fp64", "bf16", "fp16"),
+    "layout": ("padded", "packed"),
+    "strides": ("contiguous", "hidden", "weight"),
+    "mask": ("bool", "integer", "by target"),
+    "tokens": ("ragged", "holes", "masked sequences", "none"),
+    "tiles": ("one", "many"),
+    "policy": ("medium", "flat", "peaked", "ties"),
+    "head": ("weight", "linear", "lora", "two loras"),
+    "bias": (None, "argument", "module"),
+    "logit_scale": (1.0, 0.6, -0.8),
+    "logit_softcap": (None, 5.0),
+    "temperature": ("1", "number", "tensor", "per token"),
+    "vocab_size": ("all", "padded"),
+    "head_precision": (None, None, "fp32", "bf16x3"),
+    "autocast": (False, False, True),
+    "frozen": ("nothing", "weight", "hidden", "everything"),
+    "advantages": ("per sequence", "column", "per token"),
+    "old_log_probs": ("given", "given", None),
+    "ratio": RATIOS,
+    "surrogate": SURROGATES,
+    "window": tuple(WINDOWS),
+    "ceiling": (None, None, "dual_clip", "delta"),
+    "aggregation": AGGREGATIONS,
+    "kl": (None, "metric", "term"),
+    "kl_estimator": ("k3", *(x for x in KL_ESTIMATORS if x != "k3")),
+    "kl_aggregation": (None, *AGGREGATIONS),
+    "kl_ratio_factor": (False, True),
+    "kl_log_probs": (False, True),
+    "entropy": (False, True),
+    "entropy_coef": (0.0, 0.02, -0.02),
+    "token_weights": (None, "column", "per token"),
+    "rollout_correction": (None, *CORRECTIONS),
+    "weights_of_surrogates": ("default", "other"),
+    "normalizer": (None, "number", "tensor"),
+    "kl_normalizer": (None, "number", "tensor"),
+    "gradient_budget": (0.0, 1e-3, 0.3),
+    "cache_mib": (0, "some rows", "all rows"),
+    "kept_sets": (None, "offsets", "empty is all", "padded", "single"),
+    "extra_ids": (0, 1, 3),
+    "top_k": (0, 1, 3, "all"),
+    "compile": (*[False] * 9, True),
+    "backend": ("torch",),
+}
+# With interpreted kernels
+OF_TRITON: dict[str, Sequence[Any]] = {
+    "backend": ("triton",),
+    "head_precision": (None, None, "fp32"),
+    "compile": (False,),
+    "top_k": (0,),
+}
+TRIPLES_OF = ("gradient_budget", "cache_mib", "kept_sets", "head", "logit_softcap", "temperature")
+# Parameters of public functions and fields of `Objective` that have another name than their factor.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "entry": ("hidden", "target_ids", "log_probs"),
+    "layout": ("cu_seqlens",),
+    "head": ("lm_head",),
+    "ceiling": ("dual_clip", "delta"),
+    "window": ("clip_low", "clip_high"),
+    "aggregation": ("length_norm",),
+    "kl": ("ref_log_probs", "kl_coef"),
+    "rollout_correction": ("rollout_log_probs", "objective"),
+    "top_k": ("k",),
+    "weights_of_surrogates": (
+        *(f"sapo_temperature_{side}" for side in ("pos", "neg")),
+        *(f"vespo_{name}_{side}" for name in ("k", "lambda") for side in ("pos", "neg")),
+    ),
+}  # fmt: skip  # a table
+SHARDED = ("tp_group", "cp_group", "reduce_hidden")  # tests/distributed passes them
+
+BANS = [
+    Ban(("ratio", "surrogate"), lambda r, s: s == "gmpo" and r != "sequence", "a geometric mean over the sequence",
+        "ratio must be 'sequence' with surrogate='gmpo'"),
+    Ban(("ratio", "surrogate"), lambda r, s: s in DIVERGENCES and r != "token", "DPPO compares tokens",
+        "ratio must be 'token' with surrogate='dppo"),
+    Ban(("ratio", "surrogate"), lambda r, s: s == "vespo" and r != "sequence-product", "VESPO's weight is of a product",
+        "ratio must be 'sequence-product' with surrogate='vespo'"),
+    Ban(("ratio", "surrogate"), lambda r, s: r == "sequence-product" and s in ("clip", "none", "sapo"), "no gradient",
+        "surrogate must be with ratio='sequence-product', one of"),
+    Ban(("surrogate", "rollout_correction"), lambda s, c: s == "vespo" and c is not None,
+        "VESPO's ratio is to the sampler", "rollout_correction must be None with surrogate='vespo'"),
+    Ban(("surrogate", "ceiling"), lambda s, c: c == "dual_clip" and s not in ("clip", *DIVERGENCES), "no such bound",
+        "dual_clip must be None with surrogate="),
+    Ban(("surrogate", "ceiling"), lambda s, c: c == "delta" and s != "clip", "no such bound",
+        "delta must be None with surrogate="),
+    Ban(("window", "ceiling"), lambda w, c: c == "delta" and w == "open", "no number exceeds 1 + clip_high",
+        "delta must be a number > 1 . clip_high"),
+    Ban(("ratio", "kl_ratio_factor"), lambda r, f: f and r == "sequence-product", "the product has no gradient",
+        "kl_ratio_factor must be False with ratio='sequence-product'"),
+    Ban(("kl_estimator", "kl_ratio_factor"), lambda k, f: f and k == "unbiased", "it has a ratio factor",
+        "kl_ratio_factor must be False with kl_estimator='unbiased'"),
+    Ban(("kl_log_probs", "kl_ratio_factor"), lambda x, f: x and f, "which ratio is unclear",
+        "kl_log_probs must be None"),
+    Ban(("kl_log_probs", "kl_estimator"), lambda x, k: x and k == "unbiased", "which ratio is unclear",
+        "kl_log_probs must be None"),
+    Ban(("kl_log_probs", "kl"), lambda x, kl: x and kl is None, "no term to replace", "kl_log_probs must be None"),
+    Ban(("entry", "kl_log_probs"), lambda e, x: e == "fused" and x, "it computes one kind of log-probs",
+        "unexpected keyword argument 'kl_log_probs'"),
+    Ban(("entry", "extra_ids"), lambda e, k: e == "fused" and k > 0, "a loss has no terms at other ids",
+        "unexpected keyword argument 'extra_ids'"),
+    Ban(("kept_sets", "extra_ids"), lambda s, k: s is not None and k > 0, "extra ids are over the vocabulary",
+        "extra_ids must be None with kept_sets"),
+    Ban(("kl", "kl_normalizer"), lambda kl, x: kl != "term" and x is not None, "nothing to divide",
+        "kl_normalizer must be None"),
+    Ban(("old_log_probs", "rollout_correction"), lambda o, c: o is None and c is not None, "nothing to compare",
+        "old_log_probs must be given"),
+    Ban(("layout", "advantages"), lambda x, a: x == "packed" and a == "column", "a column is of a padded batch",
+        "advantages must be"),
+    Ban(("layout", "token_weights"), lambda x, w: x == "packed" and w == "column", "a column is of a padded batch",
+        "token_weights must be"),
+    Ban(("entropy_coef", "gradient_budget"), lambda c, b: c != 0 and b > 0, "the mass does not bound its gradient",
+        "gradient_budget must be 0"),
+    Ban(("head", "bias"), lambda h, b: h == "weight" and b == "module", "a weight has no bias"),
+    Ban(("policy", "logit_scale"), lambda p, s: p == "peaked" and s < 0, "the targets would be the least likely ids"),
+    Ban(("dtype", "policy"), lambda d, p: d == "fp64" and p == "peaked", "formulas in float64 lose digits of 1 - p"),
+    Ban(("dtype", "policy"), lambda d, p: d == "fp16" and p == "peaked", "gradients of 1e-9 underflow"),
+    Ban(("policy", "kept_sets"), lambda p, s: p == "flat" and s == "single", "all log-probs are 0 with any policy"),
+    Ban(("backend", "head_precision"), lambda b, p: b == "triton" and p == "bf16x3",
+        "its error is larger: backends/test_cache.py holds it"),
+    Ban(("backend", "compile"), lambda b, c: b == "triton" and c, "operators hide the backend from the compiler"),
+]  # fmt: skip  # a table
+
+
+def row_of(settings: str) -> dict[str, Any]:
+    """Parse "dtype=fp16 cache_mib=all_rows": the values that are not defaults, with _ for spaces."""
+    row = {name: values[0] for name, values in FACTORS.items()}
+    for setting in settings.split():
+        name, _, text = setting.partition("=")
+        values = {str(value).replace(" ", "_"): value for value in (*FACTORS[name], *("torch", "triton"))}
+        row[name] = values[text]
+    return row
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    changed = {name: value for name, value in row.items() if value != FACTORS[name][0]}
+    return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in changed.items())
+
+
+@dataclass
+class Case:
+    """A batch of a row. Tensors are padded, [B, T, ...]; `arguments` lays them out."""
+
+    row: dict[str, Any]
+    tokens: dict[str, Any]  # per token or per sequence, and `inside` [B, T] bool, False at padding
+    leaves: dict[str, Tensor]  # of the head: weight, bias, and A and B of adapters
+    objective: Objective
+    normalizers: dict[str, Any]
+    vocab: int  # columns that are not padding
+    scaling: tuple[float, ...]  # of the adapters
+
+    @property
+    def mask(self) -> Tensor:
+        return self.tokens["mask"]
+
+    def take(self, sequences: list[int]) -> Case:
+        """Return some of the sequences as a batch."""
+        tokens = {name: x if isinstance(x, KeptSets) else x[sequences] for name, x in self.tokens.items()}
+        if "kept_sets" in tokens:
+            rows = torch.arange(self.mask.numel()).view(self.mask.shape)[sequences].reshape(-1)
+            tokens["kept_sets"] = tokens["kept_sets"].select(rows)
+        return replace(self, tokens=tokens)
+
+    def lay_out(self, name: str) -> Any:
+        """Return a tensor in the row's layout, None if the row has none."""
+        x, inside = self.tokens.get(name), self.tokens["inside"]
+        packed = self.row["layout"] == "packed" and x is not None
+        if isinstance(x, KeptSets):
+            return x.select(inside) if packed else x
+        return x[inside] if packed and x.shape[:2] == inside.shape else x
+
+
+def build(row: Mapping[str, Any], seed: int) -> Case:
+    """Make a random batch. Its old log-probs put sequences, or tokens, below, inside and above the clip window."""
+    row, rng = dict(row), torch.Generator().manual_seed(seed)
+    dtype = DTYPES[row["dtype"]]
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=rng, dtype=torch.float64)
+
+    order = torch.randperm(7, generator=rng)
+    lengths = torch.tensor([11, 1, 5, 0 if row["tokens"] == "masked sequences" else 7, 3, 9, 2])[order]
+    sequences, longest = 7, 11
+    inside = torch.arange(longest) < lengths[:, None]
+    mask = inside.clone()
+    if row["tokens"] != "ragged":
+        mask &= rand(*mask.shape) > 0.25
+    if row["tokens"] == "masked sequences":
+        mask[lengths.argmax()] = False
+    if row["tokens"] == "none":
+        mask[:] = False
+    vocab, width = (149, 33) if row["tiles"] == "many" else (41, 17)
+    padding = 5 if row["vocab_size"] == "padded" else 0
+    wide = torch.float32 if row["head_precision"] and dtype.itemsize == 2 else dtype  # of the head
+
+    # The head, and hidden states that give the policy.
+    weight = randn(vocab + padding, width) * ({"flat": 0.05}.get(row["policy"], 3.0) / width**0.5)
+    hidden = randn(sequences, longest, width)
+    ids = torch.randint(0, vocab, mask.shape, generator=rng)
+    if row["policy"] == "ties":
+        weight[1:vocab:2] = weight[0 : vocab - 1 : 2]
+    sure = (rand(*mask.shape) < 0.7) & (row["policy"] == "peaked")
+    if row["policy"] == "peaked":  # most targets have a probability of 1 - 1e-9 without scale, soft-cap and adapters
+        weight[:, 0] = 0
+        weight[7, 0] = 5.0 if row["temperature"] in ("1", "per token") else 3.5  # a temperature of 0.7
+        ids[sure] = 7
+        hidden[sure] = 0.01 * hidden[sure]
+        hidden[..., 0] = torch.where(sure, 5.0, hidden[..., 0])
+    weight[vocab:] = 100
+    leaves = {"weight": weight.to(wide)}
+    if row["bias"]:
+        leaves["bias"] = randn(vocab + padding).to(wide)
+    adapters = {"lora": 1, "two loras": 2}.get(row["head"], 0)
+    for i in range(adapters):
+        leaves[f"A{i}"] = (randn(3 + i, width) / width**0.5).to(wide)
+        leaves[f"B{i}"] = (0.5 * randn(vocab + padding, 3 + i)).to(wide)
+    if row["strides"] == "weight":
+        leaves["weight"] = leaves["weight"].t().contiguous().t()
+    hidden[~mask] = math.nan
+
+    tokens: dict[str, Any] = {"inside": inside, "mask": mask, "hidden": hidden.to(dtype), "target_ids": ids}
+    if row["temperature"] == "per token":
+        temperature = torch.where(sure, 1.0, 0.5 + rand(*mask.shape))
+        tokens["temperature"] = torch.where(mask, temperature, math.nan).float()
+    if row["kept_sets"]:
+        tokens["kept_sets"] = _sets(row["kept_sets"], ids, mask, vocab, rng)
+    if row["extra_ids"]:
+        extra = torch.randint(-3, vocab, (*mask.shape, row["extra_ids"]), generator=rng)
+        extra[:, ::3, 0] = ids[:, ::3]  # the target may be among them, and an id may occur twice
+        extra[:, ::2, -1] = extra[:, ::2, 0]
+        tokens["extra_ids"] = torch.where(mask[..., None], extra, 10**9)
+        tokens["extra_factors"] = torch.where(mask[..., None], randn(*extra.shape) / mask.numel(), 0)
+    garbage = torch.tensor([-100, vocab + padding + 7, -(2**40)])[torch.randint(3, mask.shape, generator=rng)]
+    tokens["target_ids"] = torch.where(mask, ids, -100 if row["mask"] == "by target" else garbage)
+
+    sign = torch.tensor([1.0, -1, 1, -1, 1, -1, 0], dtype=torch.float64)[torch.randperm(7, generator=rng)]
+    advantages = sign * (0.5 + rand(sequences))
+    if row["advantages"] == "per token":
+        flip = torch.where(rand(*mask.shape) < 0.3, -1.0, 1.0) * (rand(*mask.shape) > 0.1)
+        advantages = torch.where(mask, advantages[:, None] * flip * (0.5 + rand(*mask.shape)), math.nan)
+    tokens["advantages"] = (advantages[:, None] if row["advantages"] == "column" else advantages).float()
+    if row["token_weights"] == "column":
+        tokens["token_weights"] = rand(sequences, 1).float()
+    if row["token_weights"] == "per token":
+        weights = (0.5 + rand(*mask.shape)) * (rand(*mask.shape) > 0.2)
+        tokens["token_weights"] = torch.where(mask, weights, math.nan).float()
+
+    case = Case(row, tokens, leaves, _objective(row), {}, vocab, tuple(2.0 / (3 + i) for i in range(adapters)))
+    number = {"number": float, "tensor": torch.tensor}
+    for name, divisor in (("normalizer", 17.0), ("kl_normalizer", 31.0)):
+        if row[name]:
+            case.normalizers[name] = number[row[name]](divisor)
+    from helpers.array import log_probs_of
+
+    lp = log_probs_of(case)
+
+    def log_probs(x: Tensor) -> Tensor:
+        junk = torch.tensor([math.nan, -math.inf, 1e30], dtype=x.dtype)[torch.randint(3, mask.shape, generator=rng)]
+        x = torch.where(mask, x.clamp(max=ROUNDING), junk)
+        return x if dtype == torch.float64 else x.float()
+
+    old = lp - _log_ratios(case, lengths, randn, rand)
+    if row["old_log_probs"]:
+        tokens["old_log_probs"] = log_probs(old)
+    if row["rollout_correction"]:
+        tokens["rollout_log_probs"] = log_probs(old - 0.2 * randn(*mask.shape))
+    if row["kl"]:
+        of_term = log_probs_of(case, full=True) if row["kl_log_probs"] else lp
+        tokens["ref_log_probs"] = log_probs(of_term + 0.3 * randn(*mask.shape))
+    return case
+
+
+def _objective(row: Mapping[str, Any]) -> Objective:
+    low, high = WINDOWS[row["window"]]
+    changes: dict[str, Any] = {}
+    if row["ceiling"]:
+        changes[row["ceiling"]] = CEILINGS[row["ceiling"]].get(row["window"], 9.0)
+    if row["weights_of_surrogates"] == "other":
+        changes |= {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7, "vespo_k_pos": 0.0}
+        changes |= {"vespo_lambda_pos": 0.5, "vespo_k_neg": 1.0, "vespo_lambda_neg": 0.5}
+    names = ("ratio", "surrogate", "aggregation", "kl_estimator", "kl_aggregation", "kl_ratio_factor", "entropy_coef")
+    return Objective(
+        **{name: row[name] for name in names},
+        clip_low=1.0 if row["surrogate"] == "cispo" and row["window"] == "open" else low,
+        clip_high=high,
+        length_norm=13,
+        kl_coef=0.1 if row["kl"] == "term" else 0.0,
+        rollout_correction=CORRECTIONS.get(row["rollout_correction"]),
+        **changes,
+    )
+
+
+def _log_ratios(case: Case, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
+    """Return token log-ratios [B, T], of which those that a window clips keep a distance from its bounds."""
+    o, mask = case.objective, case.mask
+    if o.surrogate in DIVERGENCES:
+        return 1.5 * randn(*mask.shape)
+    low = -math.log1p(-min(o.clip_low, 0.9))
+    high = math.log1p(min(o.clip_high, 0.5))
+    by_token = o.ratio == "token" or o.surrogate == "gmpo"
+    shape = mask.shape if by_token else (len(mask), 1)
+    side, far = rand(*shape), 1.6 + 0.8 * rand(*shape)
+    u = torch.where(side < 0.35, -low * far, torch.where(side > 0.65, high * far, (side - 0.5) * min(low, high)))
+    if by_token:
+        return u
+    noise = torch.where(mask, 0.02 * randn(*mask.shape), 0)
+    noise = noise - noise.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    if o.ratio == "sequence-product":
+        u = torch.where(side < 0.5, -0.1, 0.1)
+        u[lengths.argmax()] *= 20 if o.surrogate == "vespo" else 3  # 22 beyond its bounds
+    return u + noise
+
+
+def _sets(kind: str, ids: Tensor, mask: Tensor, vocab: int, rng: torch.Generator) -> KeptSets:
+    if kind == "single":
+        return KeptSets(torch.where(mask, ids, 0).reshape(-1), torch.arange(mask.numel() + 1))
+    sets = random_sets(ids, mask, vocab, "vocabulary" if kind == "empty is all" else "error", rng)
+    if kind != "padded":
+        return sets
+    fill = torch.full((*mask.shape, vocab), -1)
+    place = torch.arange(len(sets.ids)) - sets.offsets[:-1].repeat_interleave(sets.sizes)
+    fill.view(-1, vocab)[torch.arange(mask.numel()).repeat_interleave(sets.sizes), place] = sets.ids.long()
+    return KeptSets.from_padded(fill.masked_fill(~mask[..., None], -1), fill=-1)
+
+
+def module_of(case: Case, leaves: Mapping[str, Tensor]) -> Any:
+    """Return the head: its weight, or a module whose parameters are the leaves."""
+    if case.row["head"] == "weight":
+        return leaves["weight"]
+    rows, width = leaves["weight"].shape
+    linear = nn.Linear(1, 1, bias=case.row["bias"] == "module")
+    linear.in_features, linear.out_features, linear.weight = width, rows, leaves["weight"]  # pyright: ignore
+    if case.row["bias"] == "module":
+        linear.bias = leaves["bias"]  # pyright: ignore[reportAttributeAccessIssue]
+    if case.row["head"] == "linear":
+        return linear
+    import peft
+
+    model = nn.ModuleDict({"lm_head": linear})
+    for i, scaling in enumerate(case.scaling):
+        config = peft.LoraConfig(r=3 + i, lora_alpha=round(scaling * (3 + i)), target_modules=["lm_head"])
+        peft.inject_adapter_in_model(config, model, adapter_name=f"adapter{i}")
+    head: Any = model["lm_head"]
+    head.set_adapter([f"adapter{i}" for i in range(len(case.scaling))])
+    for i in range(len(case.scaling)):
+        head.lora_A[f"adapter{i}"].weight = leaves[f"A{i}"]
+        head.lora_B[f"adapter{i}"].weight = leaves[f"B{i}"]
+    return head

@@ -1,0 +1,84 @@
+"""Pairs of all settings, and triples of those that share a backward, equal float64 formulas: see `helpers.features`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import inspect
+import os
+import random
+from typing import Any
+
+import pytest
+from helpers.array import assert_right
+from helpers.features import BANS, FACTORS, OF_TRITON, PARAMETERS, SHARDED, TRIPLES_OF, build, row_of, text_of
+from helpers.pair_cover import Ban, Rows, banned_values, pair_cover
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.distillation import linear_top_k
+
+# Every week has another array, so that a year sees fifty.
+year, week, _ = datetime.date.today().isocalendar()
+SEED = int(os.environ.get("GSPO_ARRAY_SEED", 100 * year + week))
+# Interpreted kernels are slow, so their array has pairs only.
+ARRAYS = {
+    "torch": pair_cover(FACTORS, seed=SEED, bans=BANS, triples_of=TRIPLES_OF),
+    "triton": pair_cover({**FACTORS, **OF_TRITON}, seed=SEED, bans=BANS),
+}
+SHARE_OF_MAKE_TEST = {"torch": 1, "triton": 6}  # every row, or every sixth
+
+
+def rows_of_the_week() -> list[Any]:
+    rows = []
+    for backend, array in ARRAYS.items():
+        for i, row in enumerate(array):
+            is_slow = row["compile"] or i % SHARE_OF_MAKE_TEST[backend]
+            rows.append(pytest.param(row, id=f"{backend}-{i}", marks=pytest.mark.slow if is_slow else ()))
+    return rows
+
+
+def check_row(row: dict[str, Any], seed: int) -> None:
+    if "lora" in row["head"]:
+        pytest.importorskip("peft")
+    try:
+        assert_right(build(row, seed))
+    except Exception as error:
+        repeat = f"python -m tests.attack --seed {seed} --row '{text_of(row)}'"
+        raise AssertionError(f"{type(error).__name__}: {error}\nTo repeat: {repeat}") from error
+
+
+@pytest.mark.parametrize("row", rows_of_the_week())
+def test_a_row_of_the_week_equals_float64(row: dict[str, Any]) -> None:
+    check_row(row, SEED)
+
+
+# Each row kills seeded faults: see tests/faults.
+PINNED = ["", "entry=chained"]
+
+
+@pytest.mark.parametrize("settings", PINNED)
+def test_a_pinned_row_equals_float64(settings: str) -> None:
+    check_row(row_of(settings), 1)
+
+
+@pytest.mark.parametrize("ban", [pytest.param(ban, id=f"{', '.join(ban.factors)}: {ban.reason}") for ban in BANS])
+def test_a_ban_with_an_error_raises_it(ban: Ban) -> None:
+    if ban.error is None:
+        pytest.skip("the combination has no meaning")
+    others = Rows(FACTORS, [x for x in BANS if x is not ban and x.factors != ban.factors])
+    rng = random.Random(0)
+    for values in banned_values(ban, FACTORS):
+        banned = dict(zip(ban.factors, values, strict=True))
+        start = {"compile": False, "tokens": "holes", "frozen": "nothing", "kept_sets": None, **banned}
+        row = others.any(rng, start)
+        with pytest.raises((ValueError, TypeError), match=ban.error):
+            assert_right(build(row, 0))
+
+
+def test_every_parameter_is_a_factor() -> None:
+    """A new parameter of a public function, or field of `Objective`, must enter the table."""
+    functions = (gspo_fused_loss, linear_log_probs, policy_loss, linear_top_k)
+    parameters = {name for function in functions for name in inspect.signature(function).parameters}
+    parameters |= {field.name for field in dataclasses.fields(Objective)}
+    known = {*FACTORS, *SHARDED, *(name for names in PARAMETERS.values() for name in names)}
+    assert parameters <= known and {*SHARDED, *PARAMETERS} <= {*parameters, *FACTORS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -128,12 +129,16 @@ def test_gradients_equal_those_of_torchs_checkpoint(name: str, live: str, choice
     assert not rows.fallbacks
 
 
+OFFSETS = [*range(0, B * T + 1, T)]
+WRONG_OFFSETS = [[*OFFSETS[:-2], 60], [*OFFSETS[:-2], 47, 60], [0, *OFFSETS]]
+
+
 @pytest.mark.parametrize("live", ["some", "none"])
-@pytest.mark.parametrize("offsets", [None, range(0, B * T + 1, T), range(0, B * T + 1, T // 2)])
+@pytest.mark.parametrize("offsets", [None, OFFSETS, *WRONG_OFFSETS])
 def test_sequences_of_a_packed_row_are_left_out(
     live: str, offsets: Any, choices: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`offsets`: for flash attention. The last ones disagree with the position_ids, so all sequences run."""
+    """`offsets`: for flash attention. If they disagree with the position_ids, all sequences run."""
     given: list[Tensor] = []
     attention = transformers.models.qwen2.modeling_qwen2.Qwen2Attention.forward
 
@@ -149,16 +154,16 @@ def test_sequences_of_a_packed_row_are_left_out(
     inputs["position_ids"] = torch.arange(T).repeat(B)[None]
     if offsets:
         inputs |= {f"cu_seq_lens_{x}": torch.tensor(offsets, dtype=torch.int32) for x in "qk"}
-        inputs |= {f"max_length_{x}": offsets[1] for x in "qk"}
+        inputs |= {f"max_length_{x}": T for x in "qk"}
     model = build()
     expected = gradients(build(), **inputs)
     given.clear()
     rows = skip_rows_without_gradient(model)
     assert_same(gradients(model, **inputs), expected, ROW_CHECKPOINT_RELATIVE)
-    are_known = not offsets or offsets[1] == T
+    are_known = offsets in (None, OFFSETS)
     found = (3 if live == "some" else 0) if are_known else B
     assert choices == [(found, B)] and not rows.fallbacks
-    taken = [*range(0, max(found, 1) * T + 1, T)] if are_known else [*offsets]
+    taken = OFFSETS[: max(found, 1) + 1] if are_known else offsets
     assert all(x.tolist() == taken and x.dtype == torch.int32 for x in given) and bool(given) == bool(offsets)
 
 
@@ -299,6 +304,25 @@ def test_arguments_of_a_layer_are_taken_by_rows_or_all_rows_run(name: str, choic
         torch.testing.assert_close(y, x, rtol=ROW_CHECKPOINT_RELATIVE, atol=ROW_CHECKPOINT_RELATIVE)
     assert bool(choices) == is_known != bool(rows.fallbacks)
     assert rows.take() == ((3, B) if is_known else (0, 0))
+
+
+# Shapes of arguments whose rows are known, and others, for hidden states [B, T, H] and [1, T, H] of packed sequences.
+PADDED = [(), (B, T), (B, T, 8), (B, 1, T, T), (B, 3, 1, T), (1, 1, 8), (T,), (T, 8)]
+PADDED_UNKNOWN = [(B, T, T), (B, 8, T), (B, 1, T, 8), (T, B, 8), (3, B, T, 1), (B,)]
+PACKED = [(), (1, T), (1, T, 8), (1, 1, T, T), (T,)]
+PACKED_UNKNOWN = [(2, T), (1, 8, T), (T, 8), (1, 1, 1, T), (2, 1, T, T), (8,)]
+
+
+def test_rows_are_known_by_shape() -> None:
+    padded = row_checkpoint._Padded(torch.zeros(B, T, 8))
+    packed = row_checkpoint._Packed(torch.zeros(1, T, 8), torch.arange(T)[None], None)
+    for rows, known, unknown in ((padded, PADDED, PADDED_UNKNOWN), (packed, PACKED, PACKED_UNKNOWN)):
+        for shape in known:
+            rows.check_tensor("x", torch.zeros(shape))
+        for shape in unknown:
+            with pytest.raises(row_checkpoint.UnknownRows, match=re.escape(f"x, a tensor {list(shape)}")):
+                rows.check_tensor("x", torch.zeros(shape))
+    padded.check_tensor("position_embeddings", torch.zeros(B, T, T))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

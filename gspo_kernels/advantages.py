@@ -103,8 +103,7 @@ def _of_groups(
     groups = Groups(check, rewards, group_size, group_ids)
     check.choice("baseline", baseline, BASELINES)
     check.choice("scale", scale, SCALES)
-    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
-        check.fail("ddof", "0 or 1", ddof)
+    check.integer("ddof", ddof, "0 or 1", lambda x: x in (0, 1))
     _check_eps(check, eps)
     centred = groups.centred()  # [B]
     n = groups.per_reward(groups.counts)  # [B]
@@ -292,14 +291,14 @@ def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float =
     unmasked = mask != 0
     x = per_token(check, "advantages", advantages, unmasked)  # [B, T]
     check.boolean("shift", shift)
-    check.number("eps", eps, "a number >= 0", lambda v: v >= 0)
+    _check_eps(check, eps)
     n = unmasked.sum().clamp(min=1)
     centred = torch.where(unmasked, x, 0).double()
     mean = centred.sum() / n
     centred = torch.where(unmasked, centred - mean, 0)
     inverse_std = (centred.square().sum() / (n - 1).clamp(min=1) + eps).rsqrt()
     whitened = centred * torch.where(inverse_std.isinf(), 1, inverse_std)
-    return torch.where(unmasked, whitened if shift else whitened + mean, 0).to(x.dtype)
+    return check.nan_if_invalid(torch.where(unmasked, whitened if shift else whitened + mean, 0).to(x.dtype))
 
 
 def token_returns(
@@ -335,8 +334,8 @@ def token_returns(
     """
     check = TensorChecks("token_returns")
     shape = _mask_shape(check, mask)
-    rewards = checked_rewards(check, rewards, shape[0])
-    check.number("kl_coef", kl_coef, "a number >= 0", lambda x: x >= 0)
+    rewards = checked_rewards(check, rewards, shape[0], mask.device)
+    check.number("kl_coef", kl_coef, "a finite number >= 0", lambda x: 0 <= x <= LARGEST)
     check.number("gamma", gamma, "a number from 0 to 1", lambda x: 0 <= x <= 1)
     if reward_clip is not None:
         check.number("reward_clip", reward_clip, "a number > 0, or None", lambda x: x > 0)
@@ -344,7 +343,8 @@ def token_returns(
     last = unmasked & (unmasked.flip(1).cumsum(1).flip(1) == 1)  # [B, T]: the last unmasked token of each sequence
     returns = torch.where(last, rewards[:, None], 0)  # [B, T]
     if kl is not None:
-        check.tensor("kl", kl, dtypes=FLOATS, shapes=[shape], shape_text=lambda: f"{list(shape)}")
+        text = lambda: f"{list(shape)}"  # noqa: E731
+        check.tensor("kl", kl, dtypes=FLOATS, shapes=[shape], shape_text=text, device=mask.device)
         kl = finite(check, "kl", kl.to(rewards.dtype), "finite where mask is true", unmasked)
         returns = returns - torch.where(unmasked, kl_coef * kl, 0)
     elif kl_coef > 0:
@@ -355,7 +355,7 @@ def token_returns(
     while step < shape[1]:  # each pass doubles the number of positions that a sum covers, from `step` to 2 * step
         returns = torch.cat([returns[:, :-step] + gamma**step * returns[:, step:], returns[:, -step:]], 1)
         step *= 2
-    return torch.where(unmasked, returns, 0)
+    return check.nan_if_invalid(torch.where(unmasked, returns, 0))
 
 
 def turn_advantages(advantages: Tensor, turn_ids: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -377,8 +377,9 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor, *, cu_seqlens: Tensor 
     shape_text = "[B, K]" if cu_seqlens is None else "[S, K], with cu_seqlens"
     check.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text=shape_text)
     sequences, turns = advantages.shape
-    shape, text = ((sequences, None), "[B, T] with the B of advantages") if cu_seqlens is None else ((None,), "[N]")
-    check.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text)
+    shape, text = ((sequences, None), f"[B, T] with B = {sequences}, as in advantages") if cu_seqlens is None else ((None,), "[N]")
+    device = advantages.device
+    check.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text, device=device)
     inside = (turn_ids >= 0) & (turn_ids < turns)
     x = advantages.to(accumulator(advantages.dtype))
     x = torch.cat([x, x.new_zeros(sequences, 1)], 1)  # [B, K + 1]: the last column is for tokens outside all turns
@@ -390,7 +391,7 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor, *, cu_seqlens: Tensor 
         if len(cu_seqlens) != sequences + 1:
             check.fail("cu_seqlens", f"[S + 1] with S = {sequences}, as in advantages", cu_seqlens)
         x = x[packed_layout(len(turn_ids), cu_seqlens).sequence_of_row(), columns]
-        x = torch.where(check.invalid(x.device) > 0, torch.nan, x)  # bad offsets that a GPU does not report
+        x = check.nan_if_invalid(x)  # bad offsets that a GPU does not report
     return finite(check, "advantages", x, "finite in turns with tokens")
 
 

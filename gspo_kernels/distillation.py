@@ -113,7 +113,7 @@ def topk_divergence(
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
-            on a GPU raise only if GSPO_CHECK=1.
+            on a GPU raise only if GSPO_CHECK=1. Otherwise they make the result NaN.
     """
     check = TensorChecks("topk_divergence")
     check.choice("kind", kind, KINDS)
@@ -121,7 +121,8 @@ def topk_divergence(
     if kind == "generalized" and tail != "drop":
         check.fail("tail", "'drop' for kind='generalized' (otherwise use kind='reverse', which is then the same)", tail)
     beta = check.number("beta", beta, "a number between 0 and 1", lambda x: 0 < x < 1)
-    shapes = [tuple(student.shape)] if isinstance(student, Tensor) and student.ndim else [(None, None)]
+    is_dense = isinstance(student, Tensor) and not student.is_nested
+    shapes = [tuple(student.shape)] if is_dense and student.ndim else [(None, None)]
     check.log_probs("student", student, shapes=shapes, shape_text="[..., k]")
     shape, device = student.shape, student.device
     like: dict[str, Any] = dict(shapes=[shape], shape_text=lambda: f"{list(shape)} like student", device=device)
@@ -137,6 +138,8 @@ def topk_divergence(
     weights, tokens = None, shape[:-1]
     if teacher_weights is not None:
         weights, tokens = _weights(check, teacher_weights, student[..., 0]), shape[:-2]
+        if torch.is_grad_enabled() and student.requires_grad:
+            check.not_made_in_inference_mode(teacher_weights=teacher_weights)
         present = present & (weights != 0)[..., None]
     if mask is not None:
         unmasked = check.mask(mask, shapes=[tokens], shape_text=lambda: f"{list(tokens)}", device=device)
@@ -165,7 +168,9 @@ def topk_divergence(
         log_p = torch.cat([log_p, rest_p.clamp(min=smallest).log() + missing], -1)
         log_q = torch.cat([log_q, rest_q.log()], -1)
     divergence = _terms(log_p, log_q, kind, beta).sum(-1)
-    return divergence if weights is None else torch.where(weights == 0, 0, weights * divergence).sum(-1)
+    if weights is not None:
+        divergence = torch.where(weights == 0, 0, weights * divergence).sum(-1)
+    return check.nan_if_invalid(divergence)
 
 
 def _rest(log_p: Tensor) -> Tensor:
@@ -254,7 +259,7 @@ def teacher_advantages(
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
-            on a GPU raise only if GSPO_CHECK=1; otherwise they make advantages NaN or infinite.
+            on a GPU raise only if GSPO_CHECK=1. Otherwise they make all advantages NaN.
     """
     check = TensorChecks("teacher_advantages")
     check.choice("level", level, LEVELS)
@@ -268,6 +273,10 @@ def teacher_advantages(
     if mask is not None:
         unmasked = check.mask(mask, shapes=[shape], shape_text=lambda: f"{list(shape)}", device=device)
     student, several = log_probs.detach(), teacher_weights is not None
+    check.sign("log_probs", student, unmasked)
+    wrong = unmasked & (student.isnan() if bound is not None else ~student.isfinite())
+    finite = "finite where mask is true (bound= limits -inf)"
+    check.flag("log_probs", wrong, finite, lambda: up_to_five(student[wrong]))
     like: dict[str, Any] = dict(shapes=[(*shape, None)] if several else [shape], dtypes=FLOATS, device=device)
     like["shape_text"] = lambda: (
         f"{list(shape)}{' and M, with teacher_weights' if several else ''}, of the sampled tokens (for several "
@@ -278,11 +287,11 @@ def teacher_advantages(
     teacher = teacher_log_probs.detach().to(student.dtype)
     weights = _weights(check, teacher_weights, teacher) if several else None
     used = unmasked if weights is None else unmasked[..., None] & (weights != 0)
+    check.sign("teacher_log_probs", teacher, used)
     gap = teacher - (student if weights is None else student[..., None])
     gap = gap if bound is None else gap.clamp(-bound, bound)
-    wrong = used & ~gap.isfinite()
-    expected = "finite where mask is true, like log_probs (bound= limits -inf)"
-    check.flag("teacher_log_probs", wrong, expected, lambda: up_to_five(gap[wrong]))
+    not_finite = used & ~gap.isfinite()
+    check.flag("teacher_log_probs", not_finite, finite, lambda: up_to_five(gap[not_finite]))
     gap = torch.where(used, gap, 0)
     gap = coef * (gap if weights is None else (weights * gap).sum(-1))
     layout = _layout(check, shape, cu_seqlens, device)
@@ -290,16 +299,18 @@ def teacher_advantages(
         count = segment_sum(unmasked.reshape(-1).to(gap.dtype), layout.offsets).clamp(min=1)
         gap = segment_sum(gap.reshape(-1), layout.offsets) / count
     if advantages is None:
-        return gap
+        return check.nan_if_invalid(gap)
     sequences = layout.sequences
     per_sequence = [(sequences,), (sequences, 1)] if layout.padded else [(sequences,)]
     shapes = per_sequence if level == "sequence" else [*per_sequence, shape]
     shape_text = lambda: " or ".join(str(list(x)) for x in shapes)  # noqa: E731
     check.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=shape_text, device=device)
     task = advantages.detach().to(gap.dtype)
-    if level == "sequence":
-        return task.reshape(-1) + gap
-    return torch.where(unmasked, layout.per_row(task).view(shape) + gap, 0)
+    rows = layout.per_row(task).view(shape)
+    infinite = unmasked & ~rows.isfinite()
+    check.flag("advantages", infinite, "finite where mask is true", lambda: up_to_five(rows[infinite]))
+    total = task.reshape(-1) + gap if level == "sequence" else torch.where(unmasked, rows + gap, 0)
+    return check.nan_if_invalid(total)
 
 
 def _layout(check: TensorChecks, shape: tuple[int, ...], cu_seqlens: Tensor | None, device: torch.device) -> Layout:
@@ -357,7 +368,7 @@ def linear_top_k(
     check = TensorChecks("linear_top_k")
     opened_head = opened(lm_head)
     tp_group = vocabulary_group(check, weight_of(opened_head), tp_group)
-    shape = hidden.shape[:-1] if isinstance(hidden, Tensor) else ()
+    shape = hidden.shape[:-1] if isinstance(hidden, Tensor) and not hidden.is_nested else ()
     target_ids = torch.zeros(shape, dtype=torch.int64, device=getattr(hidden, "device", None))  # not used
     arguments = HeadArguments(
         hidden=hidden,
@@ -382,10 +393,8 @@ def linear_top_k(
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
         head = head_rows(check, arguments)
         columns = columns_of_all_ranks(head.rows.shard, head.rows.vocab_size)
-        if isinstance(k, bool) or not isinstance(k, int):
-            check.fail("k", "an int", k, TypeError)
-        if not 1 <= k <= columns:
-            check.fail("k", f"from 1 to the {columns} columns of the vocabulary", k)
+        expected = f"an int from 1 to the {columns} columns of the vocabulary"
+        k = check.integer("k", k, expected, lambda x: 1 <= x <= columns)
         if compared is not None:
             compared.update(head_values(arguments, head), k=k)
 

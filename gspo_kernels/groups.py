@@ -33,10 +33,8 @@ class Groups:
                 device=rewards.device,
             )
         else:
-            if isinstance(group_size, bool) or not isinstance(group_size, int):
-                check.fail("group_size", "an int", group_size, TypeError)
-            if group_size < 1 or batch % group_size:
-                check.fail("group_size", f">= 1 and a divisor of the {batch} rewards", group_size)
+            expected = f"an int >= 1 and a divisor of the {batch} rewards"
+            group_size = check.integer("group_size", group_size, expected, lambda x: x >= 1 and batch % x == 0)
             group_ids = torch.arange(batch, device=rewards.device) // group_size
         # The host does not know the number of groups, so tensors over groups have length B. The last groups are empty.
         self.rewards = rewards  # [B] fp64
@@ -109,13 +107,17 @@ class Groups:
         return self.per_reward(smallest), self.per_reward(largest)
 
 
-def checked_rewards(check: TensorChecks, rewards: Any, batch: int | None = None) -> Tensor:
-    """Check that rewards are a finite floating-point tensor [B], where B is `batch` if given. Return fp32 or fp64.
+def checked_rewards(
+    check: TensorChecks, rewards: Any, batch: int | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Check that rewards are a finite floating-point tensor [B], of size `batch` and on `device` if given.
+
+    Return them in fp32 or fp64.
 
     Infinite rewards that raise no error become NaN: if all rewards of a group were inf, its advantages would be 0.
     """
     text = "[B]" if batch is None else f"[{batch}]"
-    check.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
+    check.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text, device=device)
     return finite(check, "rewards", rewards.to(accumulator(rewards.dtype)), "finite")
 
 
@@ -129,9 +131,9 @@ def finite(check: TensorChecks, name: str, x: Tensor, expected: str, where: Tens
 def per_token(check: TensorChecks, name: str, x: Any, unmasked: Tensor) -> Tensor:
     """Check values per sequence or per token, and expand them to [B, T]."""
     batch = len(unmasked)
-    shape = unmasked.shape
+    shape, device = unmasked.shape, unmasked.device
     text = f"[{batch}], [{batch}, 1] or {list(shape)}"
-    check.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text)
+    check.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text, device=device)
     x = (x[:, None] if x.ndim == 1 else x).to(accumulator(x.dtype)).expand(shape)
     return finite(check, name, x, "finite where mask is true", unmasked)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .validation import INDEX_DTYPES, Checks, Unquoted, positive
+from .validation import FLOATS, INDEX_DTYPES, TensorChecks, Unquoted, positive
 
 EMPTY = ("error", "vocabulary")
 ORDERS = ("vllm", "transformers")
@@ -50,32 +50,31 @@ class KeptSets(NamedTuple):
                 `fill` is required.
             empty: see `KeptSets`.
         """
-        check = Checks("KeptSets.from_padded")
-        check_integers(check, "ids", ids, "[B, T, k] or [N, k]", (2, 3))
+        check = TensorChecks("KeptSets.from_padded")
+        _check(check, "ids", ids, "[B, T, k] or [N, k]", (2, 3))
         check.choice("empty", empty, EMPTY)
         if (sizes is None) == (fill is None):
             check.fail("sizes", "given, or fill instead of it, but not both", sizes)
         if sizes is not None:
-            check_integers(check, "sizes", sizes, str(list(ids.shape[:-1])), (ids.ndim - 1,))
-            if sizes.shape != ids.shape[:-1]:
-                check.fail("sizes", f"a tensor {list(ids.shape[:-1])}", sizes)
+            shape = ids.shape[:-1]
+            text = lambda: f"{list(shape)}"  # noqa: E731
+            check.tensor("sizes", sizes, dtypes=INDEX_DTYPES, shapes=[shape], shape_text=text, device=ids.device)
             if sizes.numel() and not 0 <= int(sizes.min()) <= int(sizes.max()) <= ids.shape[-1]:
                 smallest, largest = sizes.aminmax()
                 got = Unquoted(f"values from {int(smallest)} to {int(largest)}")
                 check.fail("sizes", f"from 0 to k = {ids.shape[-1]}", got)
             kept = torch.arange(ids.shape[-1], device=ids.device) < sizes[..., None]
         else:
-            if isinstance(fill, bool) or not isinstance(fill, int):
-                check.fail("fill", "an int", fill, TypeError)
+            check.integer("fill", fill, "an int within int32", lambda x: -(2**31) <= x < 2**31)
             kept = ids >= 0 if fill == -1 else ids != fill
         return KeptSets(ids[kept], _offsets(kept.sum(-1).reshape(-1)), empty)
 
     @staticmethod
     def from_counts(ids: Tensor, counts: Tensor, *, empty: str = "error") -> KeptSets:
         """Make sets from all ids, [K] in the order of the tokens, and the size of each set, [B, T] or [N]: prime-rl."""
-        check = Checks("KeptSets.from_counts")
-        check_integers(check, "counts", counts, "[B, T] or [N]", (1, 2))
-        check_integers(check, "ids", ids, "[K]", (1,))
+        check = TensorChecks("KeptSets.from_counts")
+        _check(check, "counts", counts, "[B, T] or [N]", (1, 2))
+        _check(check, "ids", ids, "[K]", (1,), device=counts.device)
         check.choice("empty", empty, EMPTY)
         if counts.numel() and int(counts.min()) < 0:
             check.fail("counts", "at least 0", int(counts.min()))
@@ -95,7 +94,9 @@ class KeptSets(NamedTuple):
             empty: see `KeptSets`.
             device: of the result.
         """
-        check = Checks("KeptSets.from_lists")
+        check = TensorChecks("KeptSets.from_lists")
+        _check_list(check, "sets", sets)
+        device = _device(check, device)
         samples = []
         for answer in sets:
             try:
@@ -116,16 +117,21 @@ class KeptSets(NamedTuple):
 
         `length` and `empty` are those of `from_lists`.
         """
-        return _joined(Checks("KeptSets.from_samples"), "samples", samples, length, empty)
+        check = TensorChecks("KeptSets.from_samples")
+        _check_list(check, "samples", samples)
+        for answer in samples:
+            if not isinstance(answer, list | tuple) or len(answer) != 2:
+                got = Unquoted(f"{str(answer)[:60]} for an answer")
+                check.fail("samples", "a pair (ids, offsets) for each answer", got, TypeError)
+        return _joined(check, "samples", samples, length, empty)
 
     @staticmethod
     def from_mask(mask: Tensor, *, empty: str = "error") -> KeptSets:
         """Make sets from a mask [B, T, V] or [N, V], True at the ids of each set."""
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim not in (2, 3):
-            Checks("KeptSets.from_mask").fail("mask", "a bool tensor [B, T, V] or [N, V]", mask, TypeError)
-        Checks("KeptSets.from_mask").choice("empty", empty, EMPTY)
-        flat = mask.flatten(0, -2)
-        return KeptSets(flat.nonzero()[:, 1], _offsets(flat.sum(-1)), empty)
+        check = TensorChecks("KeptSets.from_mask")
+        _check(check, "mask", mask, "[B, T, V] or [N, V]", (2, 3), dtypes=(torch.bool,))
+        check.choice("empty", empty, EMPTY)
+        return _true_ids(mask.flatten(0, -2), empty)
 
     @staticmethod
     def from_logits(
@@ -152,32 +158,33 @@ class KeptSets(NamedTuple):
             order: "vllm": min_p comes before top_p. "transformers": after it.
             empty: see `KeptSets`.
         """
-        check = Checks("KeptSets.from_logits")
-        if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim not in (2, 3):
-            check.fail("logits", "a floating-point tensor [B, T, V] or [N, V]", logits, TypeError)
+        check = TensorChecks("KeptSets.from_logits")
+        _check(check, "logits", logits, "[B, T, V] or [N, V]", (2, 3), dtypes=FLOATS)
         check.choice("order", order, ORDERS)
+        check.choice("empty", empty, EMPTY)
         check.number("temperature", temperature, "a number > 0, within float32", positive)
-        whole = "an integer of at least 0, or None"
-        check.number("top_k", top_k or 0, whole, lambda x: 0 <= x < 2**31 and x == int(x))
+        if top_k is not None:
+            check.integer("top_k", top_k, "an int of at least 0, or None", lambda x: 0 <= x < 2**31)
         check.number("top_p", top_p, "a number > 0 and at most 1", lambda x: 0 < x <= 1)
         check.number("min_p", min_p, "a number from 0 to below 1", lambda x: 0 <= x < 1)
         z = logits.flatten(0, -2).double() / temperature
         if not bool(((z < torch.inf) & (z.amax(-1, keepdim=True) > -torch.inf)).all()):  # NaN compares false
             got = Unquoted("NaN, inf, or a row of -inf")
             check.fail("logits", "finite or -inf, with a finite one in each row", got)
-        return KeptSets.from_mask(kept_by_sampler(z, top_k, top_p, min_p, order), empty=empty)
+        return _true_ids(kept_by_sampler(z, top_k, top_p, min_p, order), empty)
 
     def to(self, device: torch.device | str) -> KeptSets:
         """Move the sets to a device."""
+        device = _device(TensorChecks("KeptSets.to"), device)
         return KeptSets(self.ids.to(device), self.offsets.to(device), self.empty)
 
     def including(self, target_ids: Tensor) -> KeptSets:
         """Add the target ids, N of them, to the sets that lack them. Empty sets stay empty, as in slime."""
-        check = Checks("KeptSets.including")
-        check_integers(check, "target_ids", target_ids, "of N ids", (1, 2))
+        check = TensorChecks("KeptSets.including")
+        _check(check, "target_ids", target_ids, "of N ids", (1, 2), device=self.ids.device)
+        if target_ids.numel() != len(self.sizes):
+            check.fail("target_ids", f"a tensor of N = {len(self.sizes)} ids, one for each set", target_ids)
         target_ids = target_ids.reshape(-1)
-        if len(target_ids) != len(self.sizes):
-            check.fail("target_ids", f"{len(self.sizes)} ids, one for each set", len(target_ids))
         token = torch.repeat_interleave(torch.arange(len(target_ids), device=self.ids.device), self.sizes)
         present = torch.zeros_like(target_ids, dtype=torch.bool)
         present[token[self.ids == target_ids[token]]] = True
@@ -188,13 +195,16 @@ class KeptSets(NamedTuple):
 
     def select(self, tokens: Tensor) -> KeptSets:
         """Return the sets of some tokens: their numbers in the batch, [n] int64, or a bool mask [N]."""
-        check, count = Checks("KeptSets.select"), len(self.sizes)
-        if isinstance(tokens, Tensor) and tokens.dtype == torch.bool:
-            if tokens.numel() != count:
-                check.fail("tokens", f"a mask of the {count} tokens", tokens)
-            tokens = tokens.reshape(-1).nonzero()[:, 0]
-        check_integers(check, "tokens", tokens, "of numbers of tokens", (1, 2))
+        check, count = TensorChecks("KeptSets.select"), len(self.sizes)
+        dtypes = (*INDEX_DTYPES, torch.bool)
+        _check(
+            check, "tokens", tokens, "of numbers of tokens, or a mask", (1, 2), dtypes=dtypes, device=self.ids.device
+        )
         tokens = tokens.reshape(-1)
+        if tokens.dtype == torch.bool:
+            if len(tokens) != count:
+                check.fail("tokens", f"a mask of the {count} tokens", tokens)
+            tokens = tokens.nonzero()[:, 0]
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < count:
             got = Unquoted(f"values from {int(tokens.min())} to {int(tokens.max())}")
             check.fail("tokens", f"numbers from 0 to {count - 1}", got)
@@ -209,12 +219,25 @@ class KeptSets(NamedTuple):
         return self.offsets[1:] - self.offsets[:-1]
 
 
-def check_integers(check: Checks, name: str, x: Any, shape: str, dimensions: tuple[int, ...]) -> None:
-    """Check that `x` is an int32 or int64 tensor whose number of dimensions is in `dimensions`."""
-    integers = isinstance(x, Tensor) and x.dtype in INDEX_DTYPES
-    if not integers or x.ndim not in dimensions:
-        got = x if integers else Unquoted(f"a {getattr(x, 'dtype', type(x).__name__)}")
-        check.fail(name, f"a tensor {shape} of int32 or int64", got, TypeError)
+def _check(
+    check: TensorChecks,
+    name: str,
+    x: Any,
+    shape: str,
+    dimensions: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] = INDEX_DTYPES,
+    device: torch.device | None = None,
+) -> None:
+    """Check that `x` is a tensor with values whose number of dimensions is in `dimensions`."""
+    shapes = [(None,) * n for n in dimensions]
+    check.tensor(name, x, dtypes=dtypes, shapes=shapes, shape_text=shape, device=device)
+    if x.is_meta:
+        check.fail(name, "a tensor with values", Unquoted("a meta tensor"))
+
+
+def _check_list(check: TensorChecks, name: str, x: Any) -> None:
+    if not isinstance(x, list | tuple):
+        check.fail(name, "a list with one entry for each answer", Unquoted(f"a {type(x).__name__}"), TypeError)
 
 
 def kept_by_sampler(z: Tensor, top_k: int | None, top_p: float, min_p: float, order: str = "vllm") -> Tensor:
@@ -236,24 +259,36 @@ def kept_by_sampler(z: Tensor, top_k: int | None, top_p: float, min_p: float, or
     return (apply_min_p(z) if order == "transformers" else z) > -torch.inf
 
 
+def _device(check: TensorChecks, device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        check.fail("device", "a torch.device or its name", device, TypeError)
+
+
+def _true_ids(mask: Tensor, empty: str) -> KeptSets:
+    """Make sets from a mask [N, V], True at the ids of each set."""
+    return KeptSets(mask.nonzero()[:, 1], _offsets(mask.sum(-1)), empty)
+
+
 def _offsets(sizes: Tensor) -> Tensor:
     """[N] -> [N + 1] int64."""
     return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int64), (1, 0))
 
 
 def _joined(
-    check: Checks, name: str, samples: Sequence[tuple[Tensor, Tensor]], length: int | None, empty: str
+    check: TensorChecks, name: str, samples: Sequence[tuple[Tensor, Tensor]], length: int | None, empty: str
 ) -> KeptSets:
     """Join the sets of several answers, packed or, with a length, padded with empty sets to `length` tokens each."""
     check.choice("empty", empty, EMPTY)
     if not samples:
         check.fail(name, "the sets of at least one answer", Unquoted("none"))
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
-        check.fail("length", "an int or None", length, TypeError)
+    if length is not None:
+        length = check.integer("length", length, "an int >= 0, or None", lambda x: 0 <= x < 2**31)
     ids, sizes = [], []
     for of_ids, offsets in samples:
         for what, x in (("ids", of_ids), ("offsets", offsets)):
-            check_integers(check, f"the {what} of {name}", x, "with one dimension", (1,))
+            _check(check, f"the {what} of {name}", x, "with one dimension", (1,))
         count = len(offsets) - 1
         if count < 0 or int(offsets[0]) != 0 or bool((offsets[1:] < offsets[:-1]).any()):
             check.fail(f"the offsets of {name}", "non-decreasing, from 0 on", Unquoted(offsets.tolist()[:8]))

@@ -110,7 +110,8 @@ def policy_loss(
     with same_on_all_ranks(check, {"cp_group": cp_group}, log_probs) as compared:
         packed = cu_seqlens is not None
         text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
-        if packed and isinstance(log_probs, Tensor) and log_probs.shape[:-1] == (1,):
+        is_dense = isinstance(log_probs, Tensor) and not log_probs.is_nested
+        if packed and is_dense and log_probs.shape[:-1] == (1,):
             text += " (pass log_probs[0])"
         check.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
         shape, device = log_probs.shape, log_probs.device

@@ -122,7 +122,8 @@ def importance_weights(
     for name, x in log_probs.items():
         check.sign(name, x.detach().reshape(-1), unmasked)
     corrections = (RolloutCorrection(level, mode, low, high),)
-    return _weigh(layout, unmasked, difference, corrections, check.invalid(mask.device))
+    result = _weigh(layout, unmasked, difference, corrections)
+    return result._replace(weights=check.nan_if_invalid(result.weights))
 
 
 def rollout_weights(
@@ -139,15 +140,11 @@ def rollout_weights(
     """
     difference = _difference(check, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
     check.sign("rollout_log_probs", rollout.detach().reshape(-1), unmasked)
-    return _weigh(layout, unmasked, difference, corrections, unmasked.new_zeros((), dtype=torch.int64))
+    return _weigh(layout, unmasked, difference, corrections)
 
 
 def _weigh(
-    layout: Layout,
-    unmasked: Tensor,
-    difference: Tensor,
-    corrections: tuple[RolloutCorrection, ...],
-    invalid: Tensor,
+    layout: Layout, unmasked: Tensor, difference: Tensor, corrections: tuple[RolloutCorrection, ...]
 ) -> Correction:
     """Compute weights and metrics from `difference` [N], old minus rollout log-prob, 0 where masked."""
     weighed = [_weight(layout, unmasked, difference, correction) for correction in corrections]
@@ -172,7 +169,7 @@ def _weigh(
     }
     if len(corrections) > 1:
         metrics |= {f"bound_share_{i}": (x & unmasked).sum() / per_token for i, (_, x) in enumerate(weighed)}
-    return _correction(layout, weight, metrics, invalid)
+    return Correction(weight.view(layout.shape), metrics)
 
 
 def sample_size(mean: Tensor, square_mean: Tensor) -> Tensor:
@@ -245,7 +242,7 @@ def off_policy_mask(
     weights = torch.where(unmasked & ~dropped, 1.0, 0.0).to(difference.dtype)
     tokens = unmasked.sum().double()
     metrics = {"masked_share": dropped.sum() / tokens.clamp(min=1), "tokens": tokens}
-    return _correction(layout, weights, metrics, check.invalid(mask.device))
+    return Correction(check.nan_if_invalid(weights).view(layout.shape), metrics)
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -272,11 +269,6 @@ def _layout(check: TensorChecks, mask: Tensor, cu_seqlens: Tensor | None) -> tup
         check.offsets(cu_seqlens, mask.shape[0], mask.device)
         layout = packed_layout(mask.shape[0], cu_seqlens)
     return layout, unmasked.reshape(-1)
-
-
-def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], invalid: Tensor) -> Correction:
-    """Reshape weights [N] to the caller's shape. All are NaN if `invalid`, the number of bad values, is not 0."""
-    return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
 def _difference(check: TensorChecks, layout: Layout, unmasked: Tensor, **log_probs: Tensor) -> Tensor:

@@ -110,6 +110,15 @@ class Checks:
             self.fail(name, expected, value)
         return float(value)
 
+    def integer(self, name: str, value: Any, expected: Text, is_valid: Callable[[int], bool]) -> int:
+        """Check that a Python or NumPy integer is valid, and return it as an int."""
+        # int is named because torch.compile does not support isinstance with numbers.Integral.
+        if isinstance(value, bool) or not (isinstance(value, int) or isinstance(value, Integral)):
+            self.fail(name, expected, value, TypeError)
+        if not is_valid(int(value)):
+            self.fail(name, expected, value)
+        return int(value)
+
     def budget(self, value: Any) -> None:
         """Check that a `gradient_budget` is in [0, 1)."""
         self.number("gradient_budget", value, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
@@ -229,10 +238,8 @@ class TensorChecks(Checks):
         if logit_softcap is not None:
             self.number("logit_softcap", logit_softcap, "a finite number > 0, within float32, or None", positive)
         if vocab_size is not None:
-            if isinstance(vocab_size, bool) or not (isinstance(vocab_size, int) or isinstance(vocab_size, Integral)):
-                self.fail("vocab_size", "an int", vocab_size, TypeError)
-            if not 1 <= int(vocab_size) <= columns:
-                self.fail("vocab_size", lambda: f"between 1 and the {columns} rows of lm_head", vocab_size)
+            text = lambda: f"an int between 1 and the {columns} rows of lm_head"  # noqa: E731
+            self.integer("vocab_size", vocab_size, text, lambda x: 1 <= x <= columns)
 
     def normalizer(self, name: str, value: Any, mask: Tensor) -> None:
         """Check a normalizer: a number, a tensor [] or None.
@@ -297,6 +304,10 @@ class TensorChecks(Checks):
         """Return the number of invalid values that were not checked on the host, [] int64."""
         wrong = [x.reshape(-1) for x in self._wrong]
         return torch.cat(wrong).sum() if wrong else torch.zeros((), dtype=torch.int64, device=device)
+
+    def nan_if_invalid(self, x: Tensor) -> Tensor:
+        """Return `x`, or NaN everywhere if there are invalid values that were not checked on the host."""
+        return torch.where(self.invalid(x.device) > 0, torch.nan, x) if self._wrong else x
 
 
 def valid_bound(x: float) -> bool:

@@ -166,15 +166,16 @@ def _temperature(check: TensorChecks, temperature: float | Tensor, mask: Tensor,
     if temperature.requires_grad:
         check.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
     temperature = temperature.to(accumulator(hidden.dtype))
-    wrong = mask & ~((temperature > 0) & temperature.isfinite())
+    valid = (temperature > 0) & temperature.isfinite()
+    wrong = mask & ~valid
     check.flag(
         "temperature",
         wrong,
         "finite and > 0 where mask is true",
         lambda: up_to_five(temperature.expand_as(mask)[wrong]),
     )
-    # On a GPU bad values raise no error. A temperature that is not > 0 gives NaN log-probs, like a bad id.
-    return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ())
+    # On a GPU bad values raise no error. They give NaN log-probs, like a bad id.
+    return torch.where(valid, temperature, torch.nan).reshape(-1 if temperature.ndim else ())
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -24,7 +24,8 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
     check.tensor("kept_sets.offsets", offsets, dtypes=INDEX_DTYPES, shapes=shapes, shape_text=text, device=device)
     count = ids.shape[0]
     wrong = offsets[1:] < offsets[:-1]
-    check.flag("kept_sets.offsets", wrong, "non-decreasing", lambda: offsets[1:][wrong][:5].tolist())
+    neighbors = torch.stack([offsets[:-1], offsets[1:]], 1)
+    check.flag("kept_sets.offsets", wrong, "non-decreasing", lambda: neighbors[wrong][:3].tolist())
     ends = torch.stack([offsets[0], offsets[-1]])
     expected = f"from 0 to K = {count}, the number of ids"
     bad_ends = (ends[0] != 0) | (ends[1] != count)

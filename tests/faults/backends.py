@@ -8,12 +8,12 @@ FAULTS: dict[str, Fault] = {
     "matrix products in the precision that the process has set": (
         "exact_products",
         '[-_request_ieee("cuda" if device.type == "cuda" else "cpu")-]{+pass+}',
-        "foreign_inputs::test_products_are_exact_inside_and_the_setting_is_restored[medium]",
+        "precision_settings::test_products_are_exact_inside_and_the_setting_is_restored[medium]",
     ),
     "a thread restores the precision while another thread computes": (
         "exact_products",
         "[-not _calls-]{+True+}",
-        "foreign_inputs::test_a_thread_that_leaves_first_does_not_restore_the_setting_of_another",
+        "precision_settings::test_a_thread_that_leaves_first_does_not_restore_the_setting_of_another",
     ),
     "a weight of 0 times an infinite ratio is NaN": (
         "precision:multiply_no_nan",

@@ -15,7 +15,6 @@ from tolerance import ADVANTAGE_RELATIVE, FLOAT64_RELATIVE, GDPO_ABSOLUTE, GDPO_
 from torch import Tensor
 
 from gspo_kernels import advantages as adv
-from gspo_kernels import validation
 from gspo_kernels.advantages import (
     RunningMoments,
     gdpo_advantages,
@@ -258,58 +257,6 @@ def test_empty_batches() -> None:
     assert token_returns(torch.ones(2), torch.zeros(2, 0)).shape == (2, 0)
 
 
-REWARDS_OF_FOUR = torch.tensor([1.0, 0.0, 0.5, 1.0])
-
-
-PACKED: dict[str, Any] = {"turn_ids": torch.ones(4).long(), "cu_seqlens": torch.tensor([0, 1, 4])}
-
-
-def of_group(rewards: Any = REWARDS_OF_FOUR, group_size: Any = 2, **options: Any) -> Callable[[], object]:
-    return lambda: group_advantages(rewards, group_size, **options)
-
-
-BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
-    "group rewards list": (of_group([1.0, 0.0]), TypeError, "rewards", "list"),
-    "group rewards 2d": (of_group(torch.ones(2, 2)), ValueError, "rewards", "[2, 2]"),
-    "group size zero": (of_group(group_size=0), ValueError, "group_size", "0"),
-    "group size no divisor": (of_group(group_size=3), ValueError, "group_size", "3"),
-    "group size float": (of_group(group_size=2.0), TypeError, "group_size", "2.0"),
-    "no groups": (of_group(group_size=None), ValueError, "group_size", "neither"),
-    "group ids floats": (of_group(group_size=None, group_ids=torch.zeros(4)), TypeError, "group_ids", "float32"),
-    "group ids short": (of_group(group_size=None, group_ids=torch.arange(3)), ValueError, "group_ids", "[3]"),
-    "eps": (of_group(eps=-1e-6), ValueError, "eps", "-1e-06"),
-    "scale": (of_group(scale="others"), ValueError, "scale", "'others'"),
-    "baseline": (of_group(baseline=None), ValueError, "baseline", "None"),
-    "ddof": (of_group(ddof=2), ValueError, "ddof", "2"),
-    "kl missing": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl_coef=0.1), ValueError, "kl", "None"),
-    "kl shape": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl=torch.ones(2)), ValueError, "kl", "[2]"),
-    "weights": (lambda: gdpo_advantages(torch.ones(4, 2), 2, weights=[1.0]), ValueError, "weights", "[1.0]"),
-    "one reward": (lambda: gdpo_advantages(torch.ones(4), 2), ValueError, "rewards", "[4]"),
-    "gamma": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), gamma=1.5), ValueError, "gamma", "1.5"),
-    "clip": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), reward_clip=0), ValueError, "reward_clip", "0"),
-    "rewards": (lambda: token_returns(torch.ones(3), torch.ones(2, 3)), ValueError, "rewards", "[3]"),
-    "mask": (lambda: whitened(torch.ones(2), torch.ones(2)), ValueError, "mask", "[2]"),
-    "advantages": (lambda: whitened(torch.ones(3), torch.ones(2, 4)), ValueError, "advantages", "[3]"),
-    "by": (lambda: normalize_rewards(torch.ones(2), "running"), ValueError, "by", "'running'"),
-    "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group', got 2"),
-    "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
-    "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
-    "offsets": (
-        lambda: turn_advantages(torch.ones(2, 3), **PACKED | {"turn_ids": torch.ones(5).long()}),
-        *(ValueError, "cu_seqlens", "[0, 1, 4]"),
-    ),
-    "sequences": (lambda: turn_advantages(torch.ones(3, 3), **PACKED), ValueError, "cu_seqlens", "[3]"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_argument_is_named(kind: str) -> None:
-    call, error, name, got = BAD[kind]
-    with pytest.raises(error) as caught:
-        call()
-    assert f"{name} must be" in str(caught.value) and got in str(caught.value)
-
-
 def test_equal_rewards_of_a_batch_are_not_divided() -> None:
     """The floating-point mean of three rewards of 0.1 is not 0.1, so their computed deviation would not be 0."""
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
@@ -327,32 +274,6 @@ def test_deviations_of_large_fp32_values_match_fp64() -> None:
 
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
-WITH_A_BAD_VALUE: dict[str, Any] = {  # functions of a bad value, and the argument that the error names
-    "group": (lambda x: group_advantages(torch.tensor([1.0, x]), 2), "rewards"),
-    "batch": (lambda x: group_advantages(torch.tensor([1.0, x]), 2, scale="batch"), "rewards"),
-    "normalized by batch": (lambda x: normalize_rewards(torch.tensor([1.0, x]), "batch"), "rewards"),
-    "running": (lambda x: normalize_rewards(torch.tensor([1.0, x]), RunningMoments()), "rewards"),
-    "whiten": (lambda x: whitened(torch.tensor([1.0, x]), MASK), "advantages"),
-    "returns": (lambda x: token_returns(torch.tensor([1.0, x]), MASK), "rewards"),
-    "kl": (lambda x: token_returns(torch.ones(2), MASK, kl=torch.full((2, 3), x), kl_coef=0.1), "kl"),
-    "turns": (lambda x: turn_advantages(torch.tensor([[1.0, x]]), torch.tensor([[0, 1]])), "advantages"),
-}
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", WITH_A_BAD_VALUE)
-def test_a_value_that_is_not_finite_is_named(name: str, value: float) -> None:
-    function, argument = WITH_A_BAD_VALUE[name]
-    with pytest.raises(ValueError, match=rf"{argument} must be finite.*, got \[{value}\]$"):
-        function(value)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", WITH_A_BAD_VALUE)
-def test_a_value_that_is_not_checked_becomes_nan(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU. Without this rule, the advantages of a group of infinite rewards would be 0."""
-    monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
-    assert WITH_A_BAD_VALUE[name][0](value).reshape(-1)[-1].isnan()
 
 
 def test_unused_values_may_be_anything() -> None:

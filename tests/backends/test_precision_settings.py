@@ -1,64 +1,15 @@
-"""Unusual tensors and missing packages raise our errors, not PyTorch's. PyTorch's precision settings are restored."""
+"""Products are exact whatever precision the process has set, and PyTorch's settings are restored."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.testing._internal.two_tensor import TwoTensor
 
-from gspo_kernels import linear_log_probs, policy_loss
-from gspo_kernels.advantages import group_advantages
 from gspo_kernels.backends.precision import exact_products
-from gspo_kernels.sampler_mismatch import importance_weights
-
-B, T, H, V = 2, 3, 8, 11
-
-
-def nested(x: Tensor, layout: torch.layout) -> Tensor:
-    """Return a nested tensor of the dtype of `x`. If `x` has two or more dimensions, the result has as many."""
-    inner = x.new_zeros(2, *x.shape[2:]), x.new_zeros(3, *x.shape[2:])
-    return torch.nested.nested_tensor(list(inner), layout=layout)
-
-
-ONES = torch.ones(B, T)
-HIDDEN = torch.ones(B, T, H)
-WEIGHT = torch.ones(V, H)
-IDS = torch.ones(B, T).long()
-CALLS_WITH_A_NESTED_TENSOR: dict[str, Callable[[Tensor], object]] = {
-    "hidden": lambda x: linear_log_probs(x, WEIGHT, IDS),
-    "lm_head": lambda x: linear_log_probs(HIDDEN, x, IDS),
-    "target_ids": lambda x: linear_log_probs(HIDDEN, WEIGHT, x.long()),
-    "log_probs": lambda x: policy_loss(x, torch.ones(B)),
-    "mask": lambda x: importance_weights(ONES, ONES, x),
-    "rewards": lambda x: group_advantages(x, 2),
-}
-
-
-@pytest.mark.parametrize("name", CALLS_WITH_A_NESTED_TENSOR)
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_named(layout: torch.layout, name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a dense tensor .*, got a nested tensor$"):
-        CALLS_WITH_A_NESTED_TENSOR[name](nested(HIDDEN if name == "hidden" else ONES, layout))
-
-
-@pytest.mark.parametrize("in_module", [False, True])
-def test_a_quantized_weight_is_named(in_module: bool) -> None:
-    # This tensor consists of other tensors, as torchao's quantized weights do. Custom operators do not accept it.
-    weight = TwoTensor(torch.randn(V, H), torch.randn(V, H))
-    head: Any = weight
-    if in_module:
-        head = nn.Linear(H, V, bias=False)
-        head.weight = nn.Parameter(weight)
-    with pytest.raises(
-        TypeError, match=r"linear_log_probs: lm_head must be a plain tensor .* got a TwoTensor of torch"
-    ):
-        linear_log_probs(torch.randn(B, T, H), head, torch.zeros(B, T, dtype=torch.int64))
 
 
 @pytest.fixture

@@ -377,7 +377,9 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor, *, cu_seqlens: Tensor 
     shape_text = "[B, K]" if cu_seqlens is None else "[S, K], with cu_seqlens"
     check.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text=shape_text)
     sequences, turns = advantages.shape
-    shape, text = ((sequences, None), f"[B, T] with B = {sequences}, as in advantages") if cu_seqlens is None else ((None,), "[N]")
+    shape, text = (sequences, None), f"[B, T] with B = {sequences}, as in advantages"
+    if cu_seqlens is not None:
+        shape, text = (None,), "[N]"
     device = advantages.device
     check.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text, device=device)
     inside = (turn_ids >= 0) & (turn_ids < turns)

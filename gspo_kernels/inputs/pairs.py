@@ -24,8 +24,8 @@ def kept_rows(check: TensorChecks, kept_sets: KeptSets, target_ids: Tensor, head
     check.tensor("kept_sets.offsets", offsets, dtypes=INDEX_DTYPES, shapes=shapes, shape_text=text, device=device)
     count = ids.shape[0]
     wrong = offsets[1:] < offsets[:-1]
-    neighbors = torch.stack([offsets[:-1], offsets[1:]], 1)
-    check.flag("kept_sets.offsets", wrong, "non-decreasing", lambda: neighbors[wrong][:3].tolist())
+    neighbors = lambda: torch.stack([offsets[:-1], offsets[1:]], 1)[wrong][:3].tolist()  # noqa: E731
+    check.flag("kept_sets.offsets", wrong, "non-decreasing", neighbors)
     ends = torch.stack([offsets[0], offsets[-1]])
     expected = f"from 0 to K = {count}, the number of ids"
     bad_ends = (ends[0] != 0) | (ends[1] != count)

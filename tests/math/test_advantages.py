@@ -261,11 +261,18 @@ def test_equal_rewards_of_a_batch_are_not_divided() -> None:
     """The floating-point mean of three rewards of 0.1 is not 0.1, so their computed deviation would not be 0."""
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert torch.equal(group_advantages(rewards, 3, scale="batch", baseline="none"), rewards)
+    for other in (5.0, -5.0):  # whose advantage is not divided by the deviation of the others
+        group = torch.cat([rewards, rewards.new_tensor([other])])
+        ours = group_advantages(group, 4, scale="leave-one-out", baseline="none")
+        assert ours[3] == other
 
 
 def test_deviations_of_large_fp32_values_match_fp64() -> None:
     x = 10_000 + torch.randn(64, generator=torch.Generator().manual_seed(0)) / 50
     mean, std = x.double().mean(), x.double().std()
+    moments = RunningMoments()
+    moments.update(x)
+    assert moments.mean == mean and moments.variance == pytest.approx(x.double().var(correction=0).item(), rel=1e-9)
     scaled = group_advantages(x, 64, scale="batch", baseline="none", eps=0.0)
     torch.testing.assert_close(scaled.double(), x.double() / std, rtol=ADVANTAGE_RELATIVE, atol=0)
     white = whitened(x, torch.ones(64, 1), eps=0.0)[:, 0].double()
@@ -288,4 +295,5 @@ def test_bad_rewards_leave_running_moments_unchanged() -> None:
     moments.update(torch.tensor([1.0, 2.0]))
     with pytest.raises(ValueError, match="rewards must be finite"):
         moments.update(torch.tensor([math.nan]))
+    moments.update(torch.zeros(0))
     assert moments.count == 2 and moments.mean == 1.5

@@ -16,8 +16,7 @@ from helpers.samples import call_fused, make_sample, run_fused
 from tolerance import check
 from torch import Tensor, nn
 
-from gspo_kernels import KeptSets, LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
-from gspo_kernels.distillation import linear_top_k
+from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already results a `peft_config`")
 
@@ -91,14 +90,6 @@ def assert_equals_the_module(
 
 
 @on_device
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_linear_module_equals_its_forward(bias: bool, dtype: str, backend: str) -> None:
-    torch.manual_seed(0)
-    assert_equals_the_module(nn.Linear(H, V, bias=bias, dtype=DTYPES[dtype]), backend, DTYPES[dtype])
-
-
-@on_device
 def test_a_parametrized_weight_gets_its_gradient_through_the_parametrization(backend: str) -> None:
     torch.manual_seed(0)
     head = torch.nn.utils.parametrizations.weight_norm(nn.Linear(H, V))
@@ -167,24 +158,6 @@ def test_adapters_on_a_bf16_head_keep_their_dtype(dtype: torch.dtype, backend: s
     assert {g.dtype for name, g in grads.items() if "lora_" in name} == {dtype}
 
 
-@on_device
-def test_kept_sets_of_all_ids_equal_the_vocabulary_of_a_lora_head(backend: str) -> None:
-    sets = KeptSets.from_mask(torch.ones(B, T, V, dtype=torch.bool))
-    grads = assert_equals_the_module(lora(adapters=2), backend, kept_sets=sets)
-    assert len(grads) == 5
-
-
-def test_the_top_k_of_a_lora_head_are_those_of_its_forward() -> None:
-    head, hidden = lora(adapters=2), hidden_states()
-    top = linear_top_k(hidden, head, V)
-    log_p = torch.log_softmax(head(hidden), -1).detach()
-    torch.testing.assert_close(top.log_probs, log_p.gather(-1, top.ids))
-    assert torch.equal(top.ids.sort().values, torch.arange(V).expand(B, T, V))
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = linear_top_k(hidden, head, 3)
-    assert rounded.log_probs.dtype == torch.float32 and not torch.equal(rounded.log_probs, top.log_probs[..., :3])
-
-
 def test_only_active_adapters_count(backend: str) -> None:
     head = lora(adapters=3)
     head.set_adapter(["adapter1"])
@@ -216,41 +189,6 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
         check(name, ours[name], truth, truth, torch.float64)
     head.eval()
     assert_equals_the_module(head, backend, torch.float64, torch.float64)
-
-
-def test_a_fused_loss_with_lora_equals_the_chained_functions(backend: str) -> None:
-    head = lora(adapters=2)
-    ids, mask = targets_and_mask()
-    options: dict[str, Any] = {"mask": mask, "backend": backend}
-
-    def chained(hidden: Tensor) -> Tensor:
-        log_probs = linear_log_probs(hidden, head, ids, **options).log_probs
-        return policy_loss(log_probs, ADVANTAGES, **options).loss
-
-    def run(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        hidden = hidden_states()
-        loss = function(hidden)
-        return [loss, *torch.autograd.grad(loss, [hidden, *trained(head).values()])]
-
-    fused = run(lambda hidden: gspo_fused_loss(hidden, head, ids, ADVANTAGES, **options).loss)
-    for a, b in zip(fused, run(chained), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_masked_tokens_have_exactly_zero_influence_on_an_adapter(backend: str) -> None:
-    head = lora(adapters=2)
-    _, mask = targets_and_mask()
-    results = []
-    for value in (0.0, float("nan")):
-        hidden = hidden_states().detach()
-        hidden[~mask] = value
-        hidden.requires_grad_()
-        out = loss_of(hidden, head, backend)
-        grads = torch.autograd.grad(out.loss, [hidden, *trained(head).values()])
-        assert (grads[0][~mask] == 0).all()
-        results.append([out.loss, out.log_probs, *grads])
-    for expected, ours in zip(*results, strict=True):
-        assert torch.equal(ours, expected)
 
 
 @on_device
@@ -287,52 +225,6 @@ def test_modules_to_save_use_the_trained_copy(backend: str) -> None:
 # -- autocast
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else(bias: bool, backend: str) -> None:
-    torch.manual_seed(0)
-    head = nn.Linear(H, V, bias=bias)
-    ids, mask = targets_and_mask()
-    hidden = hidden_states()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = linear_log_probs(hidden, head, ids, mask=mask, entropy=True, backend=backend)
-    grads = gradients(out.log_probs, {"hidden": hidden, **trained(head)})
-    cast_head = copy.deepcopy(head).bfloat16()
-    cast_hidden = hidden.detach().bfloat16().requires_grad_()
-    expected = linear_log_probs(cast_hidden, cast_head, ids, mask=mask, entropy=True, backend=backend)
-    cast_grads = gradients(expected.log_probs, {"hidden": cast_hidden, **trained(cast_head)})
-    assert out.log_probs.dtype == torch.float32 and torch.equal(out.log_probs, expected.log_probs)
-    assert out.entropy is not None and expected.entropy is not None and torch.equal(out.entropy, expected.entropy)
-    assert (out.log_probs.bfloat16().float() != out.log_probs)[mask].any(), "rounded to bf16"
-    for name, grad in grads.items():
-        assert grad.dtype == torch.float32
-        assert torch.equal(grad, cast_grads[name].float()), name
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("head_kind", ["linear", "lora"])
-def test_an_fp32_head_of_bf16_hidden_states_equals_one_of_widened_hidden_states(
-    head_kind: str, compiled: bool, backend: str
-) -> None:
-    head = plain_or_lora(head_kind)
-    ids, mask = targets_and_mask()
-
-    def log_probs(hidden: Tensor, **options: Any) -> Tensor:
-        return linear_log_probs(hidden, head, ids, mask=mask, logit_softcap=3.0, backend=backend, **options).log_probs
-
-    hidden = hidden_states(torch.bfloat16)
-    function = torch.compile(log_probs, backend="aot_eager", fullgraph=True) if compiled else log_probs
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = function(hidden, head_precision="fp32")
-    grads = gradients(ours, {"hidden": hidden, **trained(head)})
-    wide = hidden.detach().float().requires_grad_()
-    expected = log_probs(wide)
-    assert torch.equal(ours, expected)
-    wide_grads = gradients(expected, {"hidden": wide, **trained(head)})
-    for name, grad in grads.items():
-        assert torch.equal(grad, wide_grads[name].to(grad.dtype)), name
-        assert grad.dtype == (torch.bfloat16 if name == "hidden" else torch.float32)
-
-
 @pytest.mark.parametrize("head_kind", ["linear", "lora"])
 def test_a_backward_inside_autocast_equals_one_outside(head_kind: str, backend: str) -> None:
     head = plain_or_lora(head_kind)
@@ -345,23 +237,6 @@ def test_a_backward_inside_autocast_equals_one_outside(head_kind: str, backend: 
             results.append([loss, *torch.autograd.grad(loss, [hidden, *trained(head).values()])])
     for a, b in zip(*results, strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
-
-
-def test_autocast_leaves_an_fp32_adapter_unrounded(backend: str) -> None:
-    """Autocast casts the operands of the head, but not the adapter's term of the logits."""
-    head = lora(adapters=2)
-    ids, mask = targets_and_mask()
-    hidden = hidden_states().detach()
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
-        same = plain_log_probs(head, hidden)
-    wide = copy.deepcopy(head).double()
-    wide.base_layer.weight.data = head.base_layer.weight.data.bfloat16().double()
-
-    def logits(x: Tensor) -> Tensor:
-        return wide(x) - wide.base_layer(x) + wide.base_layer(x.bfloat16().double())
-
-    check("log_probs", ours, same, plain_log_probs(logits, hidden.double()), torch.float32)
 
 
 # -- checkpointing, micro-batches, precision settings, threads

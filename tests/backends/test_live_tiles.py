@@ -12,15 +12,12 @@ from helpers.head_rows import NEEDS, head_rows
 from helpers.marks import slow
 from helpers.oracle import DTYPES
 from helpers.samples import make_sample, run_fused
-from helpers.tile_choices import Chosen, assert_dropped_mass_is_reported, choices, d_logits, live_entries, small_tiles
+from helpers.tile_choices import assert_dropped_mass_is_reported, choices, small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import LIVE_GRADIENT_RELATIVE
 
 from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch, live_tiles
-from gspo_kernels.backends import torch as torch_backend
-from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.inputs import head as inputs
 
@@ -140,54 +137,6 @@ def test_nothing_is_dropped_if_the_total_mass_is_not_finite(old_log_prob: float,
     assert not decisions[0].coefficient.isfinite().all() and not grads["hidden"].isfinite().all()
     assert out.metrics["dropped_gradient_mass"] == 0
     assert out.metrics["live_tile_share"] == out.metrics["live_row_share"] > 0
-
-
-@on_device
-@pytest.mark.parametrize("lengths", [(), (0, 0), (1,), (3, 0, 2)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_budget_is_respected_in_small_empty_and_fully_masked_batches(
-    lengths: tuple[int, ...], masked: bool, backend: str
-) -> None:
-    sample = make_sample(3, lengths=lengths, vocab=300)
-    if masked:
-        sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]))
-    with choices():
-        out, grads = run_fused(sample.with_options(gradient_budget=0.5), backend)
-    assert out.loss.isfinite() and all(g.isfinite().all() for g in grads.values())
-    assert out.metrics["dropped_gradient_mass"] <= 0.5 and 1 <= out.metrics["passes"] <= 4
-    if masked or not sum(lengths):
-        assert out.metrics["live_row_share"] == out.metrics["live_tile_share"] == 0
-        assert out.metrics["passes"] == 1 and not any(g.any() for g in grads.values())
-
-
-def test_the_torch_backend_drops_cells_of_a_head_with_a_bias_and_lora() -> None:
-    """A run of consecutive cells ends at the end of the vocabulary, and 1,000 is not a multiple of COLUMN_MULTIPLE."""
-    rng = torch.Generator().manual_seed(0)
-    left, right = torch.randn(140, 4, generator=rng), torch.randn(1000, 4, generator=rng) / 8
-    head = head_rows(140, 16, 1000, bias=right[:, 0], adapter_hidden=left, adapter_weight=right)
-    hidden, weight = head.hidden, 2 * head.weight
-    weight[-100:] *= 1.5
-    head = head._replace(weight=weight)
-    merged = head._replace(
-        hidden=torch.cat([hidden, left], 1),
-        weight=torch.cat([weight, right], 1),
-        adapter_hidden=None,
-        adapter_weight=None,
-    )
-    coefficient = torch.randn(140, generator=rng)
-    needs = NeedsGradient(*[True] * 5)
-    with choices():
-        result, tiles = torch_backend.forward_and_cache(head, tile_mass=True)
-        cell = torch_backend.cell_shape(head)
-        live, work = live_tiles.choose(head, result, coefficient, tiles, cell, 0.3)
-    assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
-    chosen = Chosen(merged, result, coefficient, live, cell, tiles.tile_mass)
-    d = torch.where(live_entries(chosen), d_logits(chosen)[0], 0)
-    gradients = torch_backend.head_backward(head, result, coefficient, None, needs, live)
-    truth = (d @ weight.double(), d.t() @ hidden.double(), d.sum(0), d @ right.double(), d.t() @ left.double())
-    for ours, x in zip(gradients, truth, strict=True):
-        assert ours is not None
-        assert (ours.double() - x).norm() <= LIVE_GRADIENT_RELATIVE[torch.float32] * x.norm()
 
 
 def test_cells_heavier_than_the_total_and_overflowing_sums_are_not_dropped() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults.table import Fault
+from faults.table import ROW, Fault
 
 FAULTS: dict[str, Fault] = {
     "matrix products in the precision that the process has set": (
@@ -23,12 +23,12 @@ FAULTS: dict[str, Fault] = {
     "the budget spent twice": (
         "_lightest",
         "int({+2 * +}budget * MARGIN * _UNITS)",
-        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
+        f"{ROW}[gradient_budget=0.3 tiles=many policy=peaked]",
     ),
     "the mass of the target's entry left out": (
         "live_tiles:choose",
         "[-mass.scatter_(0, target_tile, at_target_tile)-]{+pass+}",
-        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
+        f"{ROW}[gradient_budget=0.3 tiles=many policy=peaked]",
     ),
     "a sum of masses overflows its integer": (
         "live_tiles:_lightest",
@@ -38,22 +38,22 @@ FAULTS: dict[str, Fault] = {
     "matrix products in autocast's dtype": (
         "exact_products",
         "[-without_autocast(device)-]{+nullcontext()+}",
-        "heads::test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else[torch-False]",
+        f"{ROW}[autocast=True]",
     ),
     "exponentials of other rows": (
         "CachedTiles.tile",
         "columns[-.index_select(0, place)-]{+[: len(place)]+}",
-        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp32-plain]",
+        f"{ROW}[cache_mib=all_rows tiles=many]",
     ),
     "fp16 exponentials not divided by their factor": (
         "CachedTiles.__init__",
         "[-log_scale -= math.log(CACHED_FACTOR)-]{+pass+}",
-        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp16-tail]",
+        f"{ROW}[cache_mib=all_rows dtype=fp16]",
     ),
     "a kernel's slope of a soft-cap at the target from its missing exponential": (
         "cached_tile",
         "[-tl.where(is_target, target_log_p[:, None], log_p)-]{+log_p+}",
-        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[triton-fp32-soft-cap]",
+        f"{ROW}[backend=triton cache_mib=all_rows logit_softcap=5.0]",
     ),
     "the first product of copies forgotten": (
         "_add_product_of_copies",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from faults.table import Fault
+from faults.table import ROW, Fault
 
-OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "autocast rounds an fp32 head": (
         "head_rows",
@@ -14,17 +13,17 @@ FAULTS: dict[str, Fault] = {
     "gradient x 1.01": (
         "_differentiate_fused_loss",
         "d_log_probs = multiply_no_nan(of_loss.log_probs, {+1.01 * +}d_loss)",
-        f"{OBJECTIVE}[torch-padded-gspo]",
+        f"{ROW}[]",
     ),
     "upstream gradient ignored": (
         "scale_op",
         "[-multiply_no_nan(coefficient, d_loss)-]{+coefficient+}",
-        "parity::test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise[torch-False-gspo]",
+        f"{ROW}[entry=chained extra_ids=3]",
     ),
     "upper clip bound taken from clip_low": (
         "Objective.log_window",
         "math.log1p(self.[-clip_high-]{+clip_low+})",
-        f"{OBJECTIVE}[torch-padded-grpo-narrow]",
+        f"{ROW}[ratio=token]",
     ),
     "gradients of masked log-probs reach the head": (
         "_differentiate_log_probs",
@@ -44,7 +43,7 @@ FAULTS: dict[str, Fault] = {
     "LoRA on the head ignored": (
         "resolve",
         "return Head(weight, bias[-, *_low_rank_term(check, lora, hidden, mask, tp_group)-])",
-        "heads::test_lora_on_the_head_equals_peft[torch-False-False-1]",
+        f"{ROW}[head=lora]",
     ),
     "rows of the head that PEFT trains ignored": (
         "resolve",
@@ -59,7 +58,7 @@ FAULTS: dict[str, Fault] = {
     "metrics of micro-batches weighted equally": (
         "metrics:_combined",
         "ones if divisor is None else [-columns[divisor]-]{+(columns[divisor] > 0).double()+}",
-        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
+        f"{ROW}[]",
     ),
     "sampler weights with a gradient": (
         "_difference",

@@ -18,3 +18,5 @@ from __future__ import annotations
 # "parity::test_x" is the function test_x in test_parity.py. "trainers/trl::test_x" names the folder too: by this name,
 # faults/test_faults.py skips tests of trainers that are not installed.
 Fault = tuple[str, str, str]
+
+ROW = "array::test_a_pinned_row_equals_float64"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from faults.table import Fault
+from faults.table import ROW, Fault
 
-PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
-OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "pairs of ids of other ranks are read": (
         "backends/pairs:_own",
@@ -15,12 +13,12 @@ FAULTS: dict[str, Fault] = {
     "the target counted among the others of its set": (
         "kept_log_probs",
         "torch.where(pairs.live[- & ~kept.is_target-], z, -torch.inf)",
-        "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[torch-vocabulary-True-plain-bf16]",
+        f"{ROW}[kept_sets=offsets entropy=True]",
     ),
     "extra log-probs without the difference of logits": (
         "extra_log_probs",
         "z[:, 1:][- - z[:, :1]-]",
-        "kept_sets::test_extra_log_probs_equal_those_of_full_logits[torch-plain-bf16]",
+        f"{ROW}[entry=chained extra_ids=3]",
     ),
     "the first logit of other slabs missing in a top k": (
         "top_k:_merged",
@@ -35,23 +33,23 @@ FAULTS: dict[str, Fault] = {
     "aggregation weight not divided by the length": (
         "_weight_of_token",
         "[-weight = weight / lengths.clamp(min=1)-]{+pass+}",
-        f"{OBJECTIVE}[torch-padded-gspo]",
+        f"{ROW}[]",
     ),
     "token weights also multiply the KL": (
         "torch/sequence:policy_forward",
         "{+(1 if policy.token_weights is None else policy.token_weights) * +}objective.kl_coef * _kl_weight(mask, "
         "sequence, lengths, policy, objective)",
-        f"{OBJECTIVE}[torch-packed-per-token-weights-cispo-sequence]",
+        f"{ROW}[token_weights=per_token kl=term]",
     ),
     "last vocabulary slab dropped": (
         "Tiles.__init__",
         "[(low, min(low + width, vocab)) for low in range(0, vocab, width)]{+[: max(1, (vocab - 1) // width)]+}",
-        "parity::test_several_tiles_of_rows_and_columns[torch]",
+        f"{ROW}[cache_mib=all_rows tiles=many]",
     ),
     "logits rounded to bf16": (
         "Tiles.logits",
         "_product(self.hidden[rows].to(self.operand_dtype), weight.t()){+.bfloat16().to(self.dtype)+}",
-        f"{OBJECTIVE}[torch-padded-gspo]",
+        f"{ROW}[]",
     ),
     "fp16 gradients not lifted out of underflow": (
         "LogitGradients.__init__",
@@ -61,7 +59,7 @@ FAULTS: dict[str, Fault] = {
     "the last, narrower cell of a slab left out": (
         "WorkList._columns",
         "[--(-high // columns)-]{+high // columns+}",
-        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
+        f"{ROW}[gradient_budget=0.001 tiles=many policy=flat]",
     ),
     "terms added out of order": (
         "Sums._next",
@@ -71,6 +69,6 @@ FAULTS: dict[str, Fault] = {
     "the policy normalizer used for KL, in torch": (
         "_kl_weight",
         "[-aggregation == objective.aggregation-]{+True+}",
-        "loss_faults::test_a_kl_term_with_another_aggregation_has_its_own_divisor[torch-sequence]",
+        f"{ROW}[kl=term kl_aggregation=token-mean normalizer=number]",
     ),
 }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from faults.table import Fault
+from faults.table import ROW, Fault
 
-PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
-OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
 CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
 CHECK = "self_check::test_correct_kernels_of_the_loss_pass[float32]"
@@ -13,7 +11,7 @@ FAULTS: dict[str, Fault] = {
     "only the last pairs of a group are summed": (
         "sum_pairs",
         "acc [-+-]= factor[:, None] * load_rows(at, alive, h, width, ACC=ACC, RAGGED=RAGGED)",
-        "kept_sets::test_the_loss_over_kept_sets_equals_the_oracle[triton-vocabulary-True-plain-bf16]",
+        f"{ROW}[backend=triton kept_sets=offsets]",
     ),
     "the low parts of a split head are 0": (
         "_parts",
@@ -53,7 +51,7 @@ FAULTS: dict[str, Fault] = {
     "soft-cap missing in the kernel": (
         "_gradient_of_logits",
         "[-d *= 1.0 - capped * capped-]{+pass+}",
-        f"{PARITY}[triton-scale-softcap-padded-fp32]",
+        f"{ROW}[backend=triton cache_mib=all_rows logit_softcap=5.0]",
     ),
     "1 - p computed by subtraction in the kernel": (
         "gradient_of_target",
@@ -63,7 +61,7 @@ FAULTS: dict[str, Fault] = {
     "the target's own share left out of the entropy": (
         "gradient_of_target",
         "[-d -= tl.load(row_inputs.d_entropy + rows) * tl.exp(log_p) * (log_p + h)-]{+pass+}",
-        f"{OBJECTIVE}[triton-padded-entropy-bonus]",
+        f"{ROW}[backend=triton entropy_coef=0.02]",
     ),
     "chunks overwrite each other": (
         "_Gradients._add_chunk",
@@ -73,7 +71,7 @@ FAULTS: dict[str, Fault] = {
     "power-of-two scale not removed": (
         "scatter_in_place",
         "chunk_sums[- if rows.boost is None else chunk_sums.div_(rows.boost)-]",
-        f"{PARITY}[triton-plain-padded-fp16]",
+        f"{ROW}[backend=triton dtype=fp16]",
     ),
     "log-ratios summed in fp32": (
         "sequence_log_ratio",
@@ -94,7 +92,7 @@ FAULTS: dict[str, Fault] = {
         "_policy_term",
         "[-d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio,-]{+loss =+} multiply_no_nan(weights.policy * "
         "value, lp)",
-        f"{OBJECTIVE}[triton-packed-per-token-weights-cispo-sequence]",
+        f"{ROW}[backend=triton surrogate=cispo]",
     ),
     "a ratio equal to the bound counted as clipped": (
         "triton/surrogates:surrogate",
@@ -172,7 +170,7 @@ FAULTS: dict[str, Fault] = {
         "sequence_loss",
         "divisor_of(kl_normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.[-KL_AGGREGATION-]{+AGGREGATION+}, "
         "ACC=ACC, BLOCK=BLOCK)",
-        f"{OBJECTIVE}[triton-padded-k3-token-mean]",
+        f"{ROW}[backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences]",
     ),
     "rows with only an entropy gradient left out": (
         "gradient_rows",
@@ -183,6 +181,6 @@ FAULTS: dict[str, Fault] = {
         "totals:total",
         "tl.load(partials + PARTIAL * n + i, mask=i < n, other=neutral){+ + (1.0 if REDUCTION == COUNT_POSITIVE "
         "else 0.0)+}",
-        "edges::test_empty_and_masked_sequences_equal_the_oracle[triton-gspo]",
+        f"{ROW}[backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences]",
     ),
 }

@@ -42,6 +42,7 @@ from gspo_kernels.reference import (
 )
 
 Tensors = dict[str, Tensor]
+UPSTREAM = 1.5  # gradient of the loss
 TEMPERATURES: dict[str, Any] = {"1": 1.0, "number": 0.7, "tensor": torch.tensor(0.7)}
 
 
@@ -141,7 +142,8 @@ def run(case: Case) -> tuple[Results, list[Chosen]]:
     with settings_of(row) as chosen:
         with torch.autocast("cpu", torch.bfloat16, enabled=row["autocast"]):
             out = function()
-        total = out["loss"] if extra is None else out["loss"] + (extra * out["extra_log_probs"]).sum()
+        total = UPSTREAM * out["loss"]
+        total = total if extra is None else total + (extra * out["extra_log_probs"]).sum()
         wanted = {name: x for name, x in {"hidden": hidden, **leaves}.items() if x.requires_grad}
         assert total.requires_grad == bool(wanted)
         gradients = torch.autograd.grad(total, list(wanted.values())) if wanted else ()
@@ -396,7 +398,7 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
     policy = policy_of(case, tokens, inner[0], inner[1], inner[2] if case.row["kl_log_probs"] else inner[0])
     slopes: list[Any] = [torch.zeros_like(x) for x in inner]
     if policy.loss.requires_grad:
-        slopes = list(torch.autograd.grad(policy.loss, inner, allow_unused=True))
+        slopes = list(torch.autograd.grad(UPSTREAM * policy.loss, inner, allow_unused=True))
         slopes = [torch.zeros_like(x) if g is None else g for g, x in zip(slopes, inner, strict=True)]
     total = torch.stack([(g * x).sum() for g, x in zip(slopes, (lp, entropy, full_lp), strict=True)]).sum()
     # The weight of the softmax in the vocabulary's pass, [n]
@@ -574,15 +576,18 @@ def assert_work(
     computed = live[:, None] if dropped is None else live[:, None] & ~dropped[:, :columns]
     tiles = computed.expand(-1, columns).sum().item() / (n * columns)
     total = mass.sum().item() if dropped is not None else 0.0
+    total_of_loss = (
+        total / UPSTREAM if case.row["entry"] == "fused" else total
+    )  # the forward knows no upstream gradient
     share = 0.0 if dropped is None or not total else mass[dropped].sum().item() / total
     exact = {"live_row_share": live.sum().item() / n, "live_tile_share": tiles}
     assert_close({name: work[name] for name in exact}, exact)
     reported, of_mass = work["dropped_gradient_mass"].item(), work["gradient_mass"].item()
     assert share <= reported * (1 + DROPPED_MASS_RELATIVE) + 1e-9 and reported <= case.row["gradient_budget"]
-    assert of_mass <= total * (1 + DROPPED_MASS_RELATIVE) + 1e-12
+    assert of_mass <= total_of_loss * (1 + DROPPED_MASS_RELATIVE) + 1e-12
     if case.row["logit_softcap"] is None:
         assert abs(share - reported) <= DROPPED_MASS_RELATIVE * reported + 1e-9
-        assert abs(total - of_mass) <= DROPPED_MASS_RELATIVE * total + 1e-12
+        assert abs(total_of_loss - of_mass) <= DROPPED_MASS_RELATIVE * total + 1e-12
     needed = ours.gradients.keys()
     products = ("hidden" in needed) + ("weight" in needed) + bool(needed)
     least, most = (1 + (products - cached) * tiles for cached in (bool(products), 0))

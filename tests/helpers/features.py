@@ -24,7 +24,7 @@ from gspo_kernels.validation import ROUNDING
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WINDOWS = {"narrow": (3e-4, 4e-4), "wide": (0.2, 0.28), "open": (0.9, math.inf)}
 CEILINGS = {  # outside of the log-ratios of `_log_ratios`
-    "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 3.0},
+    "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 1.9},
     "delta": {"narrow": 1.00045, "wide": 1.32},
 }
 CORRECTIONS: dict[str, Any] = {
@@ -329,7 +329,7 @@ def _objective(row: Mapping[str, Any]) -> Objective:
 
 
 def _log_ratios(case: Case, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
-    """Return token log-ratios [B, T], of which those that a window clips keep a distance from its bounds."""
+    """Return token log-ratios [B, T], on both sides of the bounds of the window."""
     o, mask = case.objective, case.mask
     if o.surrogate in DIVERGENCES:
         return 1.5 * randn(*mask.shape)
@@ -337,8 +337,10 @@ def _log_ratios(case: Case, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
     high = math.log1p(min(o.clip_high, 0.5))
     by_token = o.ratio == "token" or o.surrogate == "gmpo"
     shape = mask.shape if by_token else (len(mask), 1)
-    side, far = rand(*shape), 1.6 + 0.8 * rand(*shape)
-    u = torch.where(side < 0.35, -low * far, torch.where(side > 0.65, high * far, (side - 0.5) * min(low, high)))
+    sides = torch.tensor([-2.0, -1.08, -0.85, 0.1, 0.85, 1.08, 2.0], dtype=torch.float64)
+    order = (7 * rand(*shape)).long() if by_token else rand(*shape).argsort(0)
+    side = sides[order] + 0.02 * (rand(*shape) - 0.5)
+    u = torch.where(side < 0, low, high) * side
     if by_token:
         return u
     noise = torch.where(mask, 0.02 * randn(*mask.shape), 0)

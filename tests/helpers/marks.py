@@ -14,6 +14,6 @@ def slow(*parameters: Any) -> Any:
 
 by_dtype = pytest.mark.parametrize("dtype", [slow("fp64"), slow("fp32"), "bf16", slow("fp16")])
 
-# Runs the Triton backend in `make test-all` only. `make test` compares its loss with float64 for every objective in
-# tests/math/test_parity.py. Place it next to the function, so that the backend comes first in a test's name.
+# Runs the Triton backend in `make test-all` only. `make test` compares a part of the rows of tests/math/test_array.py
+# with float64. Place it next to the function, so that the backend comes first in a test's name.
 triton_is_slow = pytest.mark.parametrize("backend", ["torch", slow("triton")])

@@ -53,7 +53,26 @@ def test_a_row_of_the_week_equals_float64(row: dict[str, Any]) -> None:
 
 
 # Each row kills seeded faults: see tests/faults.
-PINNED = ["", "entry=chained"]
+PINNED = [
+    "",
+    "autocast=True",
+    "entry=chained extra_ids=3",
+    "gradient_budget=0.3 tiles=many policy=peaked",
+    "gradient_budget=0.001 tiles=many policy=flat",
+    "cache_mib=all_rows tiles=many",
+    "cache_mib=all_rows dtype=fp16",
+    "head=lora",
+    "kept_sets=offsets entropy=True",
+    "kl=term kl_aggregation=token-mean normalizer=number",
+    "ratio=token",
+    "token_weights=per_token kl=term",
+    "backend=triton cache_mib=all_rows logit_softcap=5.0",
+    "backend=triton dtype=fp16",
+    "backend=triton entropy_coef=0.02",
+    "backend=triton kept_sets=offsets",
+    "backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences",
+    "backend=triton surrogate=cispo",
+]
 
 
 @pytest.mark.parametrize("settings", PINNED)

@@ -46,21 +46,6 @@ def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
 
 
 @on_device
-@pytest.mark.parametrize("head", HEADS)
-def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
-    sample = make_sample(2, **SMALL, **HEADS[head])
-    options = {k: v for k, v in sample.options.items() if not k.endswith("_log_probs")}
-    leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
-
-    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out = linear_log_probs(hidden, weight, sample.target_ids, bias=bias, entropy=True, backend=backend, **options)
-        assert out.entropy is not None
-        return out.log_probs, out.entropy
-
-    assert gradcheck(outputs, leaves, backend)
-
-
-@on_device
 @triton_is_slow
 def test_losses_pass_gradcheck(backend: str) -> None:
     """Gradcheck also passes undefined gradients. Other objectives are compared with the oracle's gradients."""

@@ -81,16 +81,6 @@ def test_a_batch_without_tokens_gives_zero(
 
 
 @by_objective
-@triton_is_slow
-def test_empty_and_masked_sequences_equal_the_oracle(name: str, backend: str) -> None:
-    objective = Objective(**OBJECTIVES[name])
-    sample = make_sample(2, dtype=torch.float64, lengths=(0, 9, 5, 0, 12, 3, 0), objective=objective)
-    mask = sample.options["mask"].clone()
-    mask[4] = False
-    assert_equals_oracle(sample.with_options(mask=mask), torch.float64, backend)
-
-
-@by_objective
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("normalizer", [None, torch.zeros(()), torch.tensor(0)])
 @triton_is_slow
@@ -410,26 +400,6 @@ def test_no_form_of_an_input_changes_a_bit(form: str, backend: str) -> None:
     sample = make_sample(13, objective=Objective(kl_coef=0.1), token_weights=True, temperature="per-token")
     expected = run_fused(sample, backend, entropy=True)
     assert_same(run_fused(FORMS[form](sample), backend, entropy=True), expected)
-
-
-LEAVES = ("hidden", "weight", "bias")
-
-
-@pytest.mark.parametrize("trained", [c for n in range(4) for c in itertools.combinations(LEAVES, n)])
-def test_gradients_are_computed_only_where_required_and_with_the_same_bits(
-    trained: tuple[str, ...], backend: str
-) -> None:
-    sample = make_sample(14, bias=True)
-    _, expected = run_fused(sample, backend)
-    leaves = {name: x.detach().clone().requires_grad_(name in trained) for name, x in sample.leaves.items()}
-    loss = call_fused(sample, leaves, backend).loss
-    assert loss.requires_grad == bool(trained)
-    if trained:
-        loss.backward()
-    for name, leaf in leaves.items():
-        assert (leaf.grad is not None) == (name in trained)
-        if leaf.grad is not None:
-            assert_same(leaf.grad, expected[name])
 
 
 def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend: str) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers.device import DEVICE, on_device, policy_loss
 from helpers.head_rows import head_rows
-from helpers.oracle import assert_equals_oracle
 from helpers.samples import make_sample, run_fused, run_policy
 from helpers.tile_choices import choices
 from tolerance import LOG_PROB_RMS_ON_GPUS, LOG_PROB_UNIT_RMS
@@ -24,22 +23,6 @@ from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.torch import tiles as torch_tiles
 
 # -- terms of the loss
-
-
-KL_TERMS: dict[str, dict[str, Any]] = {
-    "sequence": {"kl_aggregation": "token-mean"},
-    "token": {"kl_aggregation": "token-mean", "ratio": "token", "clip_low": 0.02, "clip_high": 0.03},
-    "length-norm": {"kl_aggregation": "seq-mean-token-sum-norm", "length_norm": 7},
-}
-
-
-@on_device
-@pytest.mark.parametrize("name", KL_TERMS)
-def test_a_kl_term_with_another_aggregation_has_its_own_divisor(name: str, backend: str) -> None:
-    """`normalizer` is for the policy term only: a KL term with token-mean is divided by the number of tokens."""
-    objective = Objective(kl_coef=0.1, **KL_TERMS[name])
-    sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
-    assert_equals_oracle(sample.with_options(normalizer=17.0), torch.float64, backend)
 
 
 BOUNDS = {  # objective, sign of the advantage, log-ratio exactly at the bound

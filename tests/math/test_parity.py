@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from helpers.device import linear_log_probs, policy_loss
-from helpers.marks import slow
-from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES, assert_equals_oracle
+from helpers.oracle import DTYPES, HEADS, OBJECTIVES, assert_equals_oracle
 from helpers.samples import make_sample, new_leaves, run_fused, run_oracle
 from tolerance import check
 
@@ -16,51 +13,6 @@ from gspo_kernels import Objective
 from gspo_kernels.backends.torch import tiles as torch_tiles
 
 pytestmark = pytest.mark.usefixtures("device")
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("layout", ["padded", slow("packed-per-token-weights")])
-def test_every_objective_equals_the_oracle_in_float64(name: str, layout: str, backend: str) -> None:
-    sample = make_sample(3, dtype=torch.float64, objective=Objective(**OBJECTIVES[name]), **LAYOUTS[layout])
-    assert_equals_oracle(sample, torch.float64, backend)
-
-
-@pytest.mark.parametrize("dtype", [slow("fp32"), "bf16", slow("fp16")])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_equals_the_oracle_in_training_dtypes(name: str, dtype: str, backend: str) -> None:
-    sample = make_sample(11, dtype=DTYPES[dtype], objective=Objective(**OBJECTIVES[name]))
-    assert_equals_oracle(sample, DTYPES[dtype], backend)
-
-
-# float64 runs every pair of head and layout. Other dtypes differ only in rounding, so they run every layout with two
-# heads, and every head with one layout. `make test` runs only this smaller set, in float64 and bf16.
-PAIRS = [
-    (head, layout, dtype) if few and dtype in ("fp64", "bf16") else slow(head, layout, dtype)
-    for head in HEADS
-    for layout in LAYOUTS
-    for few in [head in ("plain", "all") or layout == "padded"]
-    for dtype in (DTYPES if few else ["fp64"])
-]
-
-
-@pytest.mark.parametrize(("head", "layout", "dtype"), PAIRS)
-def test_every_head_and_layout_equals_the_oracle(head: str, layout: str, dtype: str, backend: str) -> None:
-    sample = make_sample(5, dtype=DTYPES[dtype], **HEADS[head], **LAYOUTS[layout])
-    assert_equals_oracle(sample, DTYPES[dtype], backend)
-
-
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_normalizers_from_the_host_trainer(aggregation: str, as_tensor: bool, backend: str) -> None:
-    objective = Objective(aggregation=aggregation, kl_coef=0.1, kl_aggregation="token-mean")
-    sample = make_sample(6, dtype=torch.float64, objective=objective)
-    sample = sample.with_options(normalizer=17.0, kl_normalizer=31.0)
-    truth, true_grads = run_oracle(sample)
-    if as_tensor:
-        sample = sample.with_options(normalizer=torch.tensor(17), kl_normalizer=torch.tensor(31.0))
-    out, grads = run_fused(sample, backend)
-    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
-    check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
 
 
 @pytest.mark.parametrize("name", ["gspo", "everything"])
@@ -91,15 +43,6 @@ def test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise(name: st
         assert torch.equal(fused.metrics[key], value), key
     for key, value in fused_grads.items():
         assert torch.equal(leaves[key].grad, value), key  # pyright: ignore[reportArgumentType]
-
-
-def test_several_tiles_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """The batch and the vocabulary have several tiles, of which the last is ragged. Every slab has targets."""
-    monkeypatch.setattr(torch_tiles, "tile_shape", lambda *_: (8, 7))
-    for head, dtype in itertools.product(["plain", "all"], ["fp64", "fp32", "bf16"]):
-        sample = make_sample(8, dtype=DTYPES[dtype], vocab=38, **HEADS[head])
-        assert {int(t) // 7 for t in sample.target_ids[sample.options["mask"]]} == set(range(6))
-        assert_equals_oracle(sample, DTYPES[dtype], backend)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ FAULTS: dict[str, Fault] = {
     "only the first of several corrections is applied": (
         "_weigh",
         "[-weight = torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)-]{+pass+}",
-        "sampler_mismatch::test_the_weights_of_several_corrections_are_multiplied",
+        f"{ROW}[rollout_correction=two]",
     ),
     "metrics of micro-batches weighted equally": (
         "metrics:_combined",

@@ -31,6 +31,11 @@ CORRECTIONS: dict[str, Any] = {
     "truncate": RolloutCorrection("token", "truncate", 0.8, 1.2),
     "mask": RolloutCorrection("sequence", "mask", 0.7, 1.4),
     "two": (RolloutCorrection("geometric", "gate", 0.9, 1.1), RolloutCorrection("token", high=math.inf)),
+    "three": (
+        RolloutCorrection("token", "gate", 0.6, 1.6),
+        RolloutCorrection("sequence", "mask", 0.5, 2.0),
+        RolloutCorrection("geometric", "truncate", 0.95, 1.05),
+    ),
 }
 # The first value is the default. A value that is listed several times is drawn more often.
 FACTORS: dict[str, Sequence[Any]] = {

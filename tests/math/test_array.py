@@ -65,6 +65,7 @@ PINNED = [
     "kept_sets=offsets entropy=True",
     "kl=term kl_aggregation=token-mean normalizer=number",
     "ratio=token",
+    "rollout_correction=two",
     "token_weights=per_token kl=term",
     "backend=triton cache_mib=all_rows logit_softcap=5.0",
     "backend=triton dtype=fp16",

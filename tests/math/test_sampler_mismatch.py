@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.device import on_device, policy_loss, to_device
-from helpers.marks import triton_is_slow
-from helpers.samples import make_sample, run_fused, run_policy
+from helpers.device import on_device, policy_loss
+from helpers.samples import run_policy
 from tolerance import FLOAT64_RELATIVE, WEIGHT_METRIC_RELATIVE
-from torch import Tensor
 
 from gspo_kernels import Objective, validation
 from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
@@ -89,97 +85,9 @@ def test_a_nan_reaches_the_loss_and_an_overflow_is_bounded() -> None:
     assert result.weights[0].isnan().all() and result.weights[1].eq(0).all()
 
 
-@on_device
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-@triton_is_slow
-def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, packed: bool, backend: str) -> None:
-    sample = make_sample(2, packed=packed, token_weights=True)
-    mask, old = sample.options["mask"], sample.options["old_log_probs"]
-    noise = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
-    rollout = torch.where(mask, (old + noise).clamp(max=0), torch.nan)
-    bounds: dict[str, Any] = {"level": level, "mode": "mask", "low": 0.8, "high": 1.3}
-    inputs = to_device((old, rollout, mask, sample.options.get("cu_seqlens")))  # a GPU's exp has other bits
-    result = to_device(importance_weights(*inputs[:3], cu_seqlens=inputs[3], **bounds), "cpu")
-    both = torch.where(mask, sample.options["token_weights"] * result.weights, 0)
-    expected, expected_grads = run_fused(sample.with_options(token_weights=both), backend)
-    corrected = replace(sample, objective=Objective(rollout_correction=RolloutCorrection(**bounds)))
-    corrected = corrected.with_options(rollout_log_probs=rollout)
-    out, grads = run_fused(corrected, backend)
-    assert torch.equal(out.loss, expected.loss)
-    assert all(torch.equal(grads[name], g) for name, g in expected_grads.items())
-    assert 0 < out.metrics["rollout_bound_share"] < 1
-    for name, value in result.metrics.items():
-        assert torch.equal(out.metrics[name if name == "tokens" else f"rollout_{name}"], value)
-    from_log_probs = policy_loss(
-        expected.log_probs,
-        sample.advantages,
-        objective=corrected.objective,
-        backend=backend,
-        **{name: x for name, x in corrected.options.items() if name != "ref_log_probs"},
-    )
-    assert torch.equal(from_log_probs.loss, expected.loss)
-
-
 def gated(low: float, high: float) -> tuple[RolloutCorrection, ...]:
     """Return ms-swift's sequence_mask, and seq-mask-tis: sequences are dropped, tokens keep their own weight."""
     return RolloutCorrection("geometric", "gate", low, high), RolloutCorrection("token", high=math.inf)
-
-
-def in_float64(objective: Objective, inputs: dict[str, Any], advantages: Tensor, backend: str) -> tuple[Any, Tensor]:
-    """Return the output and the gradient of the log-probs in a batch without padding values."""
-    clean = {k: torch.where(inputs["mask"], v, -1.0) for k, v in inputs.items() if k != "mask"}
-    options: dict[str, Any] = {"mask": inputs["mask"], "objective": objective, "backend": backend}
-    return run_policy(clean["old_log_probs"] - 0.05, advantages, **clean, **options)
-
-
-SEVERAL: dict[str, tuple[tuple[RolloutCorrection, ...], Callable[[Tensor, Tensor], Tensor]]] = {
-    # (log rho [L] of a sequence, its mean) -> weights [L]
-    "ms-swift 4.6.0 sequence_mask": (gated(0.0, 1.02), lambda log_rho, u: log_rho.exp() * (u.exp() <= 1.02)),
-    "NeMo RL 7ea279a seq-mask-tis": (
-        gated(0.9, 1.1),
-        lambda log_rho, u: log_rho.exp() * ((u.exp() >= 0.9) & (u.exp() <= 1.1)),
-    ),
-    "three": (
-        (
-            RolloutCorrection("token", "gate", 0.5, 2.0),
-            RolloutCorrection("sequence", "mask", 0.3, 3.0),
-            RolloutCorrection("geometric", "truncate", 0.95, 1.05),
-        ),
-        lambda log_rho, u: (
-            ((log_rho.exp() >= 0.5) & (log_rho.exp() <= 2.0))
-            * torch.where((log_rho.sum().exp() - 1.65).abs() <= 1.35, log_rho.sum().exp(), 0.0)
-            * u.exp().clamp(0.95, 1.05)
-        ),
-    ),
-}
-
-
-@on_device
-@pytest.mark.parametrize("ratio", ["sequence", "token"])
-@pytest.mark.parametrize("name", SEVERAL)
-def test_the_weights_of_several_corrections_are_multiplied(name: str, ratio: str, backend: str) -> None:
-    corrections, formula = SEVERAL[name]
-    inputs = batch(False)
-    mask = inputs["mask"]
-    advantages = torch.tensor([1.0, -1.0, 1.0, 0.5, -2.0], dtype=torch.float64)
-    log_rho = torch.where(mask, inputs["old_log_probs"] - inputs["rollout_log_probs"], 0.0)
-    weights = torch.zeros_like(log_rho)
-    for i in range(5):
-        if mask[i].any():
-            logs = log_rho[i][mask[i]]
-            weights[i][mask[i]] = formula(logs, logs.mean())
-    assert (weights[mask] == 0).any() and len(weights[weights != 0].unique()) > 1
-    objective = Objective(ratio=ratio, clip_low=0.2, clip_high=0.2, rollout_correction=corrections)
-    out, gradient = in_float64(objective, inputs, advantages, backend)
-    lp = torch.where(mask, inputs["old_log_probs"] - 0.05, -1.0).requires_grad_()
-    token_ratio = torch.where(mask, lp - lp.detach() - 0.05, 0)
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    s = token_ratio.exp() if ratio == "token" else (token_ratio.sum(1, keepdim=True) / lengths).exp()
-    loss = (torch.where(mask, -weights * s * advantages[:, None], 0) / lengths).sum() / 4
-    (expected,) = torch.autograd.grad(loss, lp)
-    for computed, truth in ((out.loss, loss.detach()), (gradient, expected)):
-        torch.testing.assert_close(computed, truth, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
 
 
 def test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infinite() -> None:

@@ -39,7 +39,7 @@ EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 1,
-    "output_router_logits": True,
+    "output_router_logits": False,  # with padding, transformers cannot sum the routers of tokens that it generates
     "router_aux_loss_coef": 0.5,
 }
 

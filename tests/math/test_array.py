@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import inspect
-import os
 import random
 from typing import Any
 
 import pytest
 from helpers.array import assert_right
 from helpers.features import BANS, FACTORS, OF_TRITON, PARAMETERS, SHARDED, TRIPLES_OF, build, row_of, text_of
-from helpers.pair_cover import Ban, Rows, banned_values, pair_cover
+from helpers.pair_cover import Ban, Rows, banned_values, pair_cover, seed_of_the_week
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.distillation import linear_top_k
 
-# Every week has another array, so that a year sees fifty.
-year, week, _ = datetime.date.today().isocalendar()
-SEED = int(os.environ.get("GSPO_ARRAY_SEED", 100 * year + week))
+SEED = seed_of_the_week()
 # Interpreted kernels are slow, so their array has pairs only.
 ARRAYS = {
     "torch": pair_cover(FACTORS, seed=SEED, bans=BANS, triples_of=TRIPLES_OF),

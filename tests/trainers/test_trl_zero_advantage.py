@@ -27,6 +27,7 @@ from tolerance import (
     LOSS_PER_ADVANTAGE,
     MODEL_GRADIENT_RELATIVE,
     TRAINER_ABSOLUTE,
+    TRAINER_GRADIENT_RELATIVE,
     TRAINER_LOG_RELATIVE,
 )
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
+from gspo_kernels.integrations.backwards import METRICS
 from gspo_kernels.integrations.huggingface.rows import interaction_of_rows
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, zero_advantage
 from gspo_kernels.integrations.trl.model_forward import rearranged
@@ -59,11 +61,17 @@ FACTORS = {
     "window": ["clips", "wide window"],
     "level": ["sequence", "token"],
     "checkpointing": ["checkpointing", "no checkpointing"],
-    "term": ["no term", "KL", "entropy bonus"],
+    "term": ["no term", "KL", "KL with ratio", "entropy bonus"],
     "layout": ["cropped", "packed", "padded"],
     "answers": ["no mask", "with tools", "truncated", "off policy"],
     "breaks": ["no break", "evaluated", "resumed"],
-    "weights": ["all weights", "LoRA"],
+    "weights": ["all weights", "LoRA", "experts"],
+    "tokens": ["all tokens", "high entropy"],
+    "advantages": ["per answer", "per token"],
+    "bound": ["no delta", "delta"],
+    "temperature": ["temperature 1", "temperature 0.7"],
+    "cache": ["no cache", "cache"],
+    "kind": ["accelerate_trainer", "GSPOTrainer"],
 }
 DEAD = {"half dead": 0.5, "none dead": 0.0, "all dead": 1.0}  # share of the prompts
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -75,12 +83,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo": {"epsilon_high": 5.0, "learning_rate": 1e-3},
     "checkpointing": {"gradient_checkpointing": True},
     "KL": {"beta": 0.1},
+    "KL with ratio": {"beta": 0.1, "use_bias_correction_kl": True},
     "entropy bonus": {"entropy_coef": 0.01},
     "truncated": {"mask_truncated_completions": True},
     "off policy": {"off_policy_mask_threshold": 1e-4},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
     "resumed": {"save_strategy": "steps", "save_steps": 3},  # with two updates per rollout, after the first of them
     "LoRA": {"lora": True},
+    "experts": {"experts": True},
+    "high entropy": {"top_entropy_quantile": 0.5},
+    "delta": {"delta": 1.0006},
+    "temperature 0.7": {"temperature": 0.7},
 }
 
 
@@ -90,9 +103,24 @@ BY_MICRO_BATCH = {"clip_ratio/low_min", "clip_ratio/high_max", "entropy"}
 
 
 def is_allowed(row: dict[str, str]) -> bool:
-    """Equal lengths are the largest, so all answers would be truncated. With KL alone, first gradients are rounding."""
+    """Equal lengths are the largest, so all answers would be truncated. With KL alone, first gradients are rounding.
+
+    A wide window or cispo's reaches beyond delta.
+    """
     values = {*row.values()}
-    return not ({"equal lengths", "truncated"} <= values or {"all dead", "KL"} <= values)
+    banned = [
+        "equal lengths, truncated",
+        "all dead, KL",
+        "all dead, KL with ratio",
+        "delta, wide window",
+        "delta, cispo",
+    ]
+    return not any({*pair.split(", ")} <= values for pair in banned)
+
+
+def has_skipping(row: dict[str, str]) -> bool:
+    """Whether rows may be left out or moved."""
+    return row["tokens"] == "all tokens" and row["weights"] != "experts"
 
 
 class Prompts:
@@ -110,11 +138,19 @@ class Prompts:
 
 
 def trainer_of(
-    folder: Path, reward: Any, kind: Any = GRPOTrainer, lora: bool = False, model: str = "", **options: Any
+    folder: Path,
+    reward: Any,
+    kind: Any = GRPOTrainer,
+    lora: bool = False,
+    model: str = "",
+    experts: bool = False,
+    **options: Any,
 ) -> Any:
     peft = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"]) if lora else None
     prompts = datasets.Dataset.from_list([{"prompt": "ab"}, {"prompt": "ah"}])
-    trainer = make_trainer(kind, model or checkpoint(folder / "model"), folder, peft, prompts, **{**ADAM, **options})
+    trainer = make_trainer(
+        kind, model or checkpoint(folder / "model", experts), folder, peft, prompts, **{**ADAM, **options}
+    )
     trainer.reward_funcs = [reward]
     return trainer
 
@@ -160,27 +196,36 @@ def train(ours: bool, folder: Path, row: dict[str, str]) -> tuple[Any, list[Seen
     options: dict[str, Any] = {"loss_type": row["loss_type"], "importance_sampling_level": row["level"]}
     for value in sorted(row.values(), key="cispo".__eq__):  # its settings come last
         options |= SETTINGS.get(value, {})
-    trainer = trainer_of(folder, Prompts(DEAD[row["dead"]]), **options)
+    kind = GSPOTrainer if ours and row["kind"] == "GSPOTrainer" else GRPOTrainer
+    trainer = trainer_of(folder, Prompts(DEAD[row["dead"]]), kind, **options)
     # With at least four tokens, no batch has as many rows as tokens, where all rows are differentiated.
     prompts = [{"prompt": prompt["prompt"] + "cdef"[: 2 + i % 3]} for i, prompt in enumerate(trainer.train_dataset)]
     trainer.train_dataset = datasets.Dataset.from_list(prompts)
     if row["layout"] == "padded":
         trainer.pad_to_multiple_of = 4
-    if row["answers"] == "with tools":
-        generate = trainer._generate_and_score_completions
+    generate = trainer._generate_and_score_completions
 
-        def with_tools(inputs: Any) -> Any:
-            output = generate(inputs)
-            tools = (torch.arange(output["completion_ids"].shape[1]) % 3 != 2).long()
-            return output | {"tool_mask": tools.expand_as(output["completion_ids"]).contiguous()}
+    def of_tokens(inputs: Any) -> Any:
+        output = generate(inputs)
+        places = torch.arange(output["completion_ids"].shape[1])
+        if row["answers"] == "with tools":
+            output["tool_mask"] = (places % 3 != 2).long().expand_as(output["completion_ids"]).contiguous()
+        if row["advantages"] == "per token":
+            output["advantages"] = output["advantages"][:, None] * (1 + 0.1 * places)
+        return output
 
-        trainer._generate_and_score_completions = with_tools
+    if row["answers"] == "with tools" or row["advantages"] == "per token":
+        trainer._generate_and_score_completions = of_tokens
     seen = [] if ours else spy(trainer)
+    chosen = trainer.get_high_entropy_mask
+    # First tokens of a group have equal entropies, up to rounding, which could move them across the quantile.
+    trainer.get_high_entropy_mask = lambda entropies, *rest: chosen(entropies.round(decimals=1), *rest)
     with pytest.MonkeyPatch.context() as patch:
         if row["layout"] == "packed":  # SDPA gets a mask that keeps sequences apart
             patch.setattr(zero_advantage, "may_be_packed", lambda model: True)
         if ours:
-            accelerate_trainer(trainer, skip_zero_advantage=True if row["term"] == "no term" else None)
+            skips = has_skipping(row) and row["term"] == "no term"
+            accelerate_trainer(trainer, skip_zero_advantage=skips or None, cache_mib=8 * (row["cache"] == "cache"))
         trainer.train()
         if row["breaks"] == "resumed":
             trainer.args.max_steps = 9
@@ -194,16 +239,23 @@ def compare(row: dict[str, str], stock: Any, ours: Any, seen: list[Seen]) -> Non
     count = stock.args.gradient_accumulation_steps
     token_means = {"kl"} | ({*CLIP_MEANS} if row["level"] == "token" else set())
     for a, b in zip(our_logs, logs, strict=True):
-        # The mean ratio counts answers that did not run as 1.
-        others = BY_MICRO_BATCH | ({"vespo/phi_seq_mean"} if a["gspo/rows_run"] < 1 else set())
-        for key in b.keys() - token_means - others:
-            relative = LOSS_PER_ADVANTAGE if key == "loss" else TRAINER_LOG_RELATIVE
+        assert ("gspo/rows_run" in a) == has_skipping(row) and a.keys() >= {f"gspo/{name}" for name in METRICS}
+        others = token_means | BY_MICRO_BATCH if has_skipping(row) else set()
+        # The mean ratio counts answers that did not run as 1. Of tokens, it depends on the micro-batch.
+        moves_phi = a.get("gspo/rows_run", 1) < 1 or (has_skipping(row) and row["advantages"] == "per token")
+        others = others | ({"vespo/phi_seq_mean"} if moves_phi else set())
+        for key in b.keys() - others:
+            # The loss of the routers is not a sum of advantages.
+            is_policy_loss = key == "loss" and row["weights"] != "experts"
+            relative = LOSS_PER_ADVANTAGE if is_policy_loss else TRAINER_LOG_RELATIVE
             floor = TRAINER_ABSOLUTE if key == "grad_norm" else LOSS_PER_ADVANTAGE
+            if key == "grad_norm" and b["step"] == 1:
+                relative, floor = TRAINER_GRADIENT_RELATIVE, LOSS_PER_ADVANTAGE
             if "time" not in key:
                 assert a[key] == pytest.approx(b[key], rel=relative, abs=floor, nan_ok=True), key
     for a, b in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    if row["breaks"] == "resumed":  # stock TRL has run some micro-batches twice
+    if row["breaks"] == "resumed" or not has_skipping(row):  # resumed, stock TRL has run some micro-batches twice
         return
     for i, log in enumerate(our_logs):
         batches = seen[i * count : (i + 1) * count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
 import transformers
+from helpers.ranks import run_ranks
 from helpers.trl_trainer import checkpoint, make_trainer
-from tolerance import LOG_PROB_RMS_BF16X3, MODEL_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
+from tolerance import LOG_PROB_RMS_BF16X3, MODEL_GRADIENT_RELATIVE, TRAINER_ABSOLUTE, TRAINER_LOG_RELATIVE
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -165,6 +167,34 @@ def test_gradients_and_logs_equal_those_of_full_logits(
         assert log["gspo/distillation"] == pytest.approx(divergence, rel=TRAINER_LOG_RELATIVE)
         assert log["gspo/teacher_mass"] == pytest.approx(inside, rel=TRAINER_LOG_RELATIVE)
         assert log.get("gspo/rows_run", run) == pytest.approx(run)  # also answers with advantage 0
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    full = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float64).eval()
+    runs = []
+    for moves in (None, False):
+        scored = Scored(full)
+        scored.generator.manual_seed(rank)
+        options = OPTIONS | {"max_steps": 2, "skip_zero_advantage": moves}
+        kind: Any = partial(GSPOTrainer, rollout_func=scored)
+        trainer: Any = make_trainer(kind, str(folder / "model"), folder / str(rank), config=GSPOConfig, **options)
+        costs = itertools.cycle((1.0, 0.0))  # alone, shared
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero_advantage, "tokens_of_slowest", lambda *_, costs=costs: torch.tensor(next(costs)))
+            trainer.train()
+        assert [len(order) for order in trainer._gspo_live._orders] == ([] if moves is False else [2, 2])
+        logs = [log["gspo/distillation"] for log in trainer.state.log_history if "loss" in log]
+        runs.append((torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), logs))
+    (weights, logs), (expected, expected_logs) = runs
+    assert logs == pytest.approx(expected_logs, rel=TRAINER_LOG_RELATIVE)
+    torch.testing.assert_close(weights, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+@pytest.mark.slow
+def test_a_teachers_log_probs_move_to_other_ranks_with_their_answers(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model")
+    teacher_of(tmp_path / "teacher")
+    run_ranks(rank_main, 2, tmp_path, deadline=480.0)
 
 
 @pytest.mark.parametrize("option", [{"head_precision": "fp32"}, {"cast_lm_head_to_fp32": True}], ids=str)

@@ -109,7 +109,8 @@ def kept_log_probs(
     if head.entropy:
         log_total = torch.logaddexp(log_mass, over_top)
         has_mass = pairs.live & (z != -torch.inf)
-        log_p = torch.where(has_mass, (z - top_of_pair) - log_total[pairs.rows], 0)
+        log_p = torch.where(kept.is_target, log_probs[pairs.rows], (z - top_of_pair) - log_total[pairs.rows])
+        log_p = torch.where(has_mass, log_p, 0)
         entropy = torch.where(kept.computed, -sums(torch.where(has_mass, log_p.exp() * log_p, 0)), 0)
     log_probs = torch.where(kept.invalid, torch.nan, log_probs)
     if kept.full is not None:

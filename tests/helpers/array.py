@@ -535,6 +535,8 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         if dtype == torch.float32:  # terms may cancel
             rms += (same - true).square().mean().sqrt().item()
         columns = -1 if more and law.itemsize == 2 else x.shape[-1]
+        if x.dtype == torch.float16 and true.ndim > 1:  # nor do rows near 0 keep their direction
+            columns = -1 if (true.abs().amax(-1) < torch.finfo(torch.float16).smallest_normal).any() else columns
         flat = [y.reshape(-1, columns) if columns > 0 else y.reshape(-1) for y in (x, same, true)]
         check(f"d_{name}", flat[0], flat[1], flat[2], law, rms)
 
@@ -653,4 +655,6 @@ def assert_top_k(case: Case) -> None:
     ids, ours = top.ids[inside], top.log_probs[inside]
     assert all(len(set(row)) == k for row in ids.tolist()) and (top.ids[~inside] == -1).all()
     for expected in (lambda x: x.gather(1, ids), lambda x: x.topk(k).values):
-        check("top k", ours, expected(same), expected(truth), ours.dtype)
+        # The log-probs of ids with a probability near 1 are differences of large numbers.
+        rms = (expected(same) - expected(truth)).square().mean().sqrt().item() if dtype == torch.float32 else 0.0
+        check("top k", ours, expected(same), expected(truth), ours.dtype, rms)

@@ -48,17 +48,17 @@ FAULTS: dict[str, Fault] = {
     "gradients of all but the last micro-batch lost in half precision": (
         "Optimizer.collect",
         "gradient[- if master.grad is None else master.grad + gradient-]",
-        "trainer_options::test_half_precision_weights_have_fp32_masters[dtype0]",
+        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[half precision]",
     ),
     "kl_aggregation ignored in the trainer's divisor": (
         "normalizers",
         "[-of.kl_aggregation-]{+False+}",
-        "trainer_numbers::test_an_update_equals_the_formulas[sequences, KL of tokens-0]",
+        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[KL of tokens]",
     ),
     "old log-probs without the temperature": (
         "log_probs_of.log_probs",
         '{"mask": rollout.answer_mask, "[-temperature": config.temperature, "-]backend": config.backend}',
-        "trainer_numbers::test_an_update_equals_the_formulas[tokens, KL of sequences-0]",
+        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[KL of tokens]",
     ),
     "a changed scale of logits not noticed": (
         "FusedHead._identity",
@@ -95,6 +95,6 @@ FAULTS: dict[str, Fault] = {
     "the divisors of an update count only answers that run": (
         "gradients",
         "divisors = normalizers(config, [-mask-]{+take(batch.rollout, rows_to_run(batch.live, rows)).answer_mask+})",
-        "integrations/trainer_zero_advantage::test_training_equals_training_on_all_rows_and_padding[divided by tokens]",
+        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[dead answers]",
     ),
 }

@@ -77,29 +77,6 @@ def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pyt
 # The loop
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"micro_batch_size": 2, "epochs": 2, "temperature": 0.7},
-        {"precision": "autocast"},
-    ],
-)
-def test_only_the_first_update_has_ratio_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict) -> None:
-    log_ratios: list[torch.Tensor] = []
-    fused = update.gspo_fused_loss
-
-    def recording(*args: object, **options: object) -> object:
-        out = fused(*args, **options)  # type: ignore[arg-type]
-        log_ratios.append(out.log_ratio)
-        return out
-
-    monkeypatch.setattr(update, "gspo_fused_loss", recording)
-    train(small(tmp_path, steps=1, learning_rate=1e-2, skip_zero_advantage=False, **changes))
-    first = len(log_ratios) // (4 * changes.get("epochs", 1))
-    assert all((log_ratio == 0).all() for log_ratio in log_ratios[:first])
-    assert all((log_ratio != 0).any() for log_ratio in log_ratios[first:])
-
-
 def test_a_gradient_budget_and_a_cache_save_passes(tmp_path: Path) -> None:
     def first_step(**options: float) -> dict:
         # The update has several row blocks. Blocks of little mass can be dropped, although the vocabulary is one tile.

@@ -1,4 +1,4 @@
-"""Options of the reference trainer: files, presets, LoRA, precision, schedules, references."""
+"""Options of the reference trainer: files, presets, LoRA, precision, schedules, advantages, trackers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
-from tolerance import MERGED_LOGIT_ABSOLUTE, PARAMETER_ABSOLUTE
+from tolerance import MERGED_LOGIT_ABSOLUTE
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from typer.testing import CliRunner
 
 from gspo_kernels import Objective
-from gspo_kernels.advantages import RunningMoments, group_advantages, whiten
+from gspo_kernels.advantages import RunningMoments, whiten
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
     TrainConfig,
@@ -35,12 +35,11 @@ from gspo_kernels.integrations.reference_trainer import (
 from gspo_kernels.integrations.reference_trainer import optimizer as optimizer_module
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
-from gspo_kernels.integrations.reference_trainer.loading import set_seed
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout
 from gspo_kernels.integrations.reference_trainer.trackers import Trackers
 from gspo_kernels.integrations.settings import Step
-from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent
+from gspo_kernels.integrations.tasks import RewardBatch, RewardComponent
 from gspo_kernels.tools.cli import app
 
 # Files, presets and the dry run
@@ -140,47 +139,7 @@ def test_schedules() -> None:
     assert replace(config, schedule="linear").learning_rate_at(16) == pytest.approx(0.25)
 
 
-# The reference of the KL term
-
-
-def test_the_reference_is_the_policy_before_training(tmp_path: Path) -> None:
-    for changes in ({}, {"lora_rank": 4, "lora_head": True}):
-        options = dict(updates_per_rollout=1, learning_rate=3e-2, kl_coef=1.0, name=f"run{len(changes)}", save=False)
-        config = read_config(None, [f"{k}={v}" for k, v in {**SMALL, **options, **changes, "output": tmp_path}.items()])
-        kl = [row["kl"] for row in rows_of(train(replace(config, seeds=(0,))).folder)[1:]]
-        assert kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-3, changes
-
-
-# LoRA, precision, recomputation
-
-
-def gradients(tmp_path: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients of one update."""
-    config = small(tmp_path, updates_per_rollout=1, max_grad_norm=1e9, **changes)
-    set_seed(0)
-    trained = loading.initial_policy(config)
-    set_seed(1)
-    rollout = sample(trained, [Example("sort ba:", "ab")] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
-    (epoch,) = update.mini_batches(config, seed=0, step=1)
-    batch = update.with_log_probs(config, trained, rollout, epoch)
-    batch = replace(batch, advantages=group_advantages(torch.rand(16), 4))
-    optimizer = Optimizer(trained, config)
-    update.update(config, trained, optimizer, batch, epoch[0])
-    pairs = zip(optimizer.names, optimizer.masters, strict=True)
-    return {name: master.grad for name, master in pairs if master.grad is not None}
-
-
-def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = gradients(tmp_path)
-    calls = []
-    forward = Qwen3MLP.forward
-    monkeypatch.setattr(
-        Qwen3MLP, "forward", lambda self, x: (calls.append(torch.is_grad_enabled()), forward(self, x))[1]
-    )
-    recomputed = gradients(tmp_path, gradient_checkpointing=True)
-    assert sum(calls) == 2  # two layers, in the backward
-    for name, gradient in plain.items():
-        torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=PARAMETER_ABSOLUTE)
+# LoRA, precision
 
 
 def test_lora_trains_the_adapters_only(tmp_path: Path) -> None:
@@ -262,40 +221,6 @@ def test_an_adapter_that_is_merged_in_part_is_refused() -> None:
         policy.merged(adapted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_weights_have_fp32_masters(tmp_path: Path, dtype: torch.dtype) -> None:
-    config = small(tmp_path, precision={torch.bfloat16: "bf16"}.get(dtype, "fp16"), learning_rate=1e-5)
-    torch.manual_seed(0)
-    demo = loading.initial_policy(config)
-    optimizer = Optimizer(demo, config)
-    start = [master.detach().clone() for master in optimizer.masters]
-    for _ in range(3):
-        optimizer.zero_grad()
-        for _ in range(2):  # micro-batches
-            for weight in optimizer.weights:
-                weight.grad = torch.ones_like(weight)
-            optimizer.collect()
-        assert all((master.grad == 2).all() for master in optimizer.masters)  # type: ignore[union-attr, arg-type]
-        optimizer.step()
-    for weight, master, before in zip(optimizer.weights, optimizer.masters, start, strict=True):
-        assert weight.dtype == dtype and master.dtype == torch.float32
-        assert torch.equal(weight, master.to(dtype))
-        torch.testing.assert_close(before - master, torch.full_like(master, 3e-5), rtol=0.1, atol=0)
-
-
-def test_an_fp16_update_that_overflows_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "FIRST_LOSS_SCALE", 2.0**40)
-    monkeypatch.setattr(optimizer_module, "UPDATES_TO_RAISE", 3)
-    whole, *others = [
-        rows_of(train(small(tmp_path, name=precision, precision=precision, steps=1)).folder)[1]
-        for precision in ("fp32", "fp16", "fp16-autocast")
-    ]
-    for half in others:
-        assert 1 <= half["loss_scale"] < 2.0**40 and "loss_scale" not in whole
-        assert half["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-2)
-        assert half["entropy"] == pytest.approx(whole["entropy"], rel=1e-2)
-
-
 def test_the_loss_scale_grows_is_halved_and_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_module, "UPDATES_TO_RAISE", 2)
     config = small(tmp_path, precision="fp16")
@@ -315,6 +240,26 @@ def test_the_loss_scale_grows_is_halved_and_is_restored(tmp_path: Path, monkeypa
     assert second.lower_loss_scale() and second.loss_scale == 2 * scale
     second.loss_scale = 1.0
     assert not second.lower_loss_scale()
+
+
+# Updates
+
+
+def test_divisors_count_the_whole_mini_batch_and_are_shared_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are averaged over processes. So each process divides by its share of the counts."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]]).bool()
+    monkeypatch.setattr(update, "world", lambda: 2)
+    config = TrainConfig(objective=Objective(kl_coef=0.1, kl_aggregation="token-mean"))
+    assert update.normalizers(config, mask) == {"normalizer": 3 / 2, "kl_normalizer": 6 / 2}
+
+
+def test_every_seed_step_and_epoch_has_mini_batches_of_its_own() -> None:
+    config = TrainConfig(epochs=2, updates_per_rollout=2, prompts_per_step=2)
+    drawn = [
+        torch.cat(epoch) for seed in (0, 1) for step in (1, 2) for epoch in update.mini_batches(config, seed, step)
+    ]
+    assert all(torch.equal(rows.sort().values, torch.arange(16)) for rows in drawn)
+    assert len({tuple(rows.tolist()) for rows in drawn}) == len(drawn)
 
 
 # Advantages
@@ -351,6 +296,27 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     assert running.count == 3
     nothing = RewardBatch([0.0] * 6, {"one": [None] * 6}, [])
     assert advantages_of(TrainConfig(group_size=3), batch, nothing, running).tolist() == [0] * 6
+
+
+KL_OF_TOKEN = {"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": 0.5 - 1 + 2.718281828459045**-0.5}
+
+
+@pytest.mark.parametrize("estimator", KL_OF_TOKEN)
+def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    rollout: Any = SimpleNamespace(answer_mask=mask)
+    batch = update.Batch(rollout, torch.zeros(2, 3), torch.full((2, 3), -0.5))
+    rewards = RewardBatch([1.0, 2.0], {}, [])
+    kl = KL_OF_TOKEN[estimator]
+
+    def advantages(step: Step) -> Tensor:
+        return advantages_of(TrainConfig(group_size=2, advantages=(step,)), batch, rewards, RunningMoments())
+
+    of_answers = advantages(Step("subtract_kl", {"kl_coef": 0.1, "kl_estimator": estimator}))
+    torch.testing.assert_close(of_answers, torch.tensor([1 - 0.2 * kl, 2 - 0.1 * kl]))
+    of_tokens = advantages(Step("token_returns", {"kl_coef": 0.1, "kl": f"{estimator}, per token"}))
+    expected = torch.tensor([[1 - 0.2 * kl, 1 - 0.1 * kl, 0], [2 - 0.1 * kl, 0, 0]])
+    torch.testing.assert_close(of_tokens, expected)
 
 
 # Rewards and trackers

@@ -1,4 +1,4 @@
-"""A run that is stopped at any moment and resumed gives the same numbers, to the bit, as one that was not.
+"""Runs that are stopped and resumed. For every pair of settings, test_trainer_array.py compares their bits.
 
 A run is resumed with the arguments, options and prompts with which it was started, or says what differs.
 """
@@ -28,9 +28,7 @@ from gspo_kernels.integrations.reference_trainer import (
     train,
 )
 from gspo_kernels.integrations.reference_trainer import trainer as loop
-from gspo_kernels.integrations.reference_trainer.checkpoints import (
-    replacing,
-)
+from gspo_kernels.integrations.reference_trainer.checkpoints import replacing
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.tools.cli import app
@@ -51,73 +49,18 @@ def head_of(folder: Path, seed: int) -> torch.Tensor:
     return load_policy(str(folder / f"model-seed{seed}")).head.weight.detach()  # type: ignore[union-attr, return-value]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    return train(small(folder, **OPTIONS)).folder
-
-
-def interrupt(
-    patch: pytest.MonkeyPatch, owner: Any, name: str, call: int, number: int = signal.SIGINT, times: int = 1
-) -> None:
-    """Send this process a signal, `times` times, at the given call of a function, counted from 1."""
+def interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int, number: int = signal.SIGINT) -> None:
+    """Send this process a signal at the given call of a function, counted from 1."""
     original = getattr(owner, name)
     calls = itertools.count(1)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         if next(calls) == call:
-            for _ in range(times):
-                signal.raise_signal(number)
+            signal.raise_signal(number)
         return original(*arguments, **options)
 
     patch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)  # shells may ignore SIGINT
     patch.setattr(owner, name, interrupted)
-
-
-# The function in which the signal arrives, its call, and the number of steps that are done when the run stops.
-MOMENTS: dict[str, tuple[Any, str, int, int]] = {
-    "sampling": (loop, "collect", 4, 2),  # the first call evaluates
-    "first update": (loop, "update", 5, 2),
-    "evaluation before the second seed": (loop.Training, "evaluate", 4, 5),
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_an_interrupted_run_continues_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, moment: str
-) -> None:
-    """A signal while sampling stops at once; one in the updates stops at the end of the step."""
-    owner, name, call, done = MOMENTS[moment]
-    with monkeypatch.context() as patch:
-        interrupt(patch, owner, name, call)
-        with pytest.raises(KeyboardInterrupt):
-            train(small(tmp_path, **OPTIONS))
-    folder = tmp_path / "demo"
-    assert len(rows_of(folder)) == done + 1
-    train(read_config(resume=folder))
-    assert numbers(folder) == numbers(uninterrupted)
-
-
-@pytest.mark.parametrize("name", ["skips", "teacher"])
-def test_a_run_that_skips_answers_or_has_a_teacher_continues_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The signal arrives after the advantages, which change the running moments, and before the old log-probs."""
-    advantages = [*OPTIONS["advantages"], {"clamp": {"min": 0.0}}]
-    options = {**OPTIONS, "kl_coef": 0.0, "advantages": advantages, "seeds": (0,), "name": name}
-    if name == "teacher":
-        torch.manual_seed(9)
-        policy.demo_policy().save(tmp_path / "model")
-        options |= {"teacher": str(tmp_path / "model"), "distillation_k": 4, "top_k": 8}
-    whole = train(small(tmp_path / "whole", **options)).folder
-    with monkeypatch.context() as patch:
-        interrupt(patch, loop, "with_log_probs", 3)
-        with pytest.raises(KeyboardInterrupt):
-            train(small(tmp_path, **options))
-    folder = train(read_config(resume=tmp_path / name)).folder
-    assert numbers(folder) == numbers(whole)
-    row = numbers(folder)[3]
-    assert 0 < row["distillation"] and 0 < row["teacher_mass"] < 1 if name == "teacher" else row["rows_run"] < 1
 
 
 @pytest.mark.parametrize(
@@ -140,8 +83,9 @@ def train_until_killed(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_killed_run_continues_to_the_bit(tmp_path: Path) -> None:
     """The process dies before it logs step 2 of the second seed. Its last checkpoint is from the end of the first."""
+    uninterrupted = train(small(tmp_path / "whole", **OPTIONS)).folder
     process = multiprocessing.get_context("spawn").Process(target=train_until_killed, args=(tmp_path,))
     process.start()
     process.join(120)
@@ -152,22 +96,6 @@ def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) 
     assert [result.seed for result in report.results] == [0, 1]
     for seed in (0, 1):
         assert torch.equal(head_of(folder, seed), head_of(uninterrupted, seed))
-
-
-def test_a_second_signal_in_the_updates_saves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint at this point would hold half a step. The last one saved is from step 2."""
-    with monkeypatch.context() as patch:
-        interrupt(patch, loop, "update", 14, times=2)
-        with pytest.raises(KeyboardInterrupt):
-            train(small(tmp_path, **OPTIONS))
-    folder = tmp_path / "demo"
-    out = capsys.readouterr().out
-    assert "stopped in the updates of step 4 of seed 0, which are not saved" in out
-    assert f"continue: gspo train --resume {folder}" in out
-    train(read_config(resume=folder))
-    assert numbers(folder) == numbers(uninterrupted)
 
 
 def test_a_run_stopped_in_its_first_evaluation_keeps_the_earlier_run(
@@ -181,35 +109,6 @@ def test_a_run_stopped_in_its_first_evaluation_keeps_the_earlier_run(
             train(small(tmp_path, steps=2))
     assert caught.value.code == 143 and {path.name: path.read_bytes() for path in earlier.iterdir()} == files
     assert capsys.readouterr().out.splitlines()[-1] == "stopped before training seed 0"
-
-
-def test_an_interrupted_resume_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path
-) -> None:
-    """The weights of the policy are those of the checkpoint only at the end of `restore`."""
-    folder = tmp_path / "demo"
-    for owner, name, call in [
-        (loop.Training, "train_step", 4),
-        (loop.RunFolder, "open", 1),
-        (loop.Optimizer, "load", 1),
-        (loop.TrainingProgress, "begin", 1),
-    ]:
-        with monkeypatch.context() as patch:
-            interrupt(patch, owner, name, call)
-            with pytest.raises(KeyboardInterrupt):
-                train(small(tmp_path, **OPTIONS) if call == 4 else read_config(resume=folder))
-    train(read_config(resume=folder))
-    assert numbers(folder) == numbers(uninterrupted)
-
-
-def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
-    options = dict(
-        OPTIONS, seeds=(0,), steps=2, schedule="constant", eval_every=2, lora_rank=4, lora_head=True, save=False
-    )
-    long = train(small(tmp_path / "long", **{**options, "steps": 3})).folder
-    short = train(small(tmp_path / "short", **options)).folder
-    train(read_config(texts=["steps=3"], resume=short))
-    assert numbers(short) == numbers(long)
 
 
 # Arguments from Python

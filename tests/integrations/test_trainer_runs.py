@@ -1,4 +1,4 @@
-"""Runs of the reference trainer: printed lines, signals, refused settings, warnings, mixtures of experts."""
+"""Runs of the reference trainer: printed lines, signals, refused settings, warnings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from helpers.reference_runs import SMALL, moe_checkpoint, rows_of, small
+from helpers.reference_runs import SMALL, rows_of, small
 from rich.console import Console
-from tolerance import PARAMETER_ABSOLUTE
 from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import (
@@ -25,14 +22,11 @@ from gspo_kernels.integrations.reference_trainer import (
     progress,
     read_config,
     train,
-    update,
 )
 from gspo_kernels.integrations.reference_trainer.data import components_of
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
-from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
-from gspo_kernels.integrations.tasks import Example, RewardComponent, task_by_name
+from gspo_kernels.integrations.tasks import RewardComponent, task_by_name
 from gspo_kernels.tools.cli import app
 
 SIZES = [f"{name}={value}" for name, value in SMALL.items() if name != "steps"]
@@ -235,41 +229,3 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path) -> None:
 def test_a_short_run_without_any_signal_is_warned_of_at_its_end(tmp_path: Path, first: float, warnings: int) -> None:
     states = shown(tmp_path, [{"groups_without_signal": x} for x in (first, 1.0, 1.0)])
     assert [text.count("WARNING") for text in states] == [0, 0, warnings]
-
-
-# Mixtures of experts
-
-
-@pytest.mark.parametrize("asked_for", [True, False])
-def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_path: Path, asked_for: bool) -> None:
-    moe = load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
-    gates = [layer.mlp.gate.weight for layer in moe.model.model.layers]
-    sizes = dict(prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
-    config = small(tmp_path, learning_rate=1e-30, **sizes)
-    examples = [Example("sort ba:", ""), Example("sort fedcb:", "")]
-    rollout = sample(moe, examples, group_size=4, max_new_tokens=7, temperature=1.0)
-    advantages = torch.randn(8)
-    (epoch,) = update.mini_batches(config, seed=0, step=1)
-    batch = replace(update.with_log_probs(config, moe, rollout, epoch), advantages=advantages)
-    numbers = update.update(config, moe, Optimizer(moe, config), batch, epoch[0]).numbers
-    computed = [gate.grad.clone() for gate in gates]
-
-    moe.model.zero_grad()
-    router_losses = []
-    for rows in epoch[0].split(4):
-        answers = update.take(rollout, rows)
-        out = moe.model(
-            input_ids=answers.input_ids,
-            attention_mask=answers.attention_mask,
-            position_ids=(answers.attention_mask.cumsum(-1) - 1).clamp(min=0),
-            output_router_logits=True,
-        )
-        logits = out.logits[:, answers.prompt_width - 1 : -1]
-        log_probs = logits.log_softmax(-1).gather(-1, answers.answer_ids[..., None])[..., 0] * answers.answer_mask
-        log_ratio = (log_probs - log_probs.detach()).sum(1) / answers.answer_mask.sum(1)
-        (-(log_ratio.exp() * advantages[rows]).sum() / 8 + 0.5 * out.aux_loss / 2).backward()
-        router_losses.append(out.aux_loss.item())
-    for gate, gradient in zip(gates, computed, strict=True):
-        assert gradient.abs().max() > 1e-3
-        torch.testing.assert_close(gradient, gate.grad, rtol=0, atol=PARAMETER_ABSOLUTE)
-    assert numbers["router_aux_loss"] == pytest.approx(sum(router_losses) / 2)

@@ -14,11 +14,10 @@ from .inputs.pairs import kept_rows
 from .inputs.policy import PolicyArguments, PolicyInputs, policy_rows
 from .kept_sets import KeptSets
 from .objective import Objective, names_misplaced_fields
-from .ops.loss import fused_loss_op, policy_loss_op
+from .ops.loss import fused_loss_op, mean_over_ranks, policy_loss_op
 from .ops.pairs import kept_log_probs
 from .outputs import LossOutput, loss_output, work_metrics
 from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
-from .ranks.collectives import mean_over_ranks
 from .validation import TensorChecks
 
 

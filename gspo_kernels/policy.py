@@ -13,10 +13,9 @@ from .inputs.compared import policy_values
 from .inputs.policy import PolicyArguments, policy_rows
 from .metrics import NAMES
 from .objective import Objective, names_misplaced_fields
-from .ops.loss import policy_loss_op
+from .ops.loss import mean_over_ranks, policy_loss_op
 from .outputs import LossOutput, loss_output
 from .ranks.agreement import process_group, same_on_all_ranks
-from .ranks.collectives import mean_over_ranks
 from .validation import TensorChecks
 
 

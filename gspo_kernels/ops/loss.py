@@ -14,10 +14,29 @@ from ..backends.precision import multiply_no_nan, without_autocast
 from ..backends.rows import Cache, Cached, HeadResult, HeadRows, LiveTiles, PolicyResult, PolicyRows
 from ..layout import segment_sum, sequence_of_row
 from ..objective import Objective
+from ..ranks.collectives import gather
 from .head import Gradients, all_columns, by_argument, fake_log_probs, head_backward_op, needed_gradients
-from .tuples import Operator, restore, save
+from .tuples import NAMESPACE, Operator, restore, save
 
 # -- the loss of log-probs
+
+
+def _sum_over_ranks(x: Tensor, group: str) -> Tensor:
+    return gather(x, group).sum(0)
+
+
+_sum_op: Any = torch.library.custom_op(f"{NAMESPACE}::sum_over_ranks", _sum_over_ranks, mutates_args=())
+_sum_op.register_fake(lambda x, group: torch.empty_like(x))  # a graph cannot resolve the name of a group
+
+
+def mean_over_ranks(x: Tensor, mask: Tensor, group: str) -> Tensor:
+    """Compute the mean of `x` where `mask` is True, over all ranks of a group ("": this rank only), [] fp64.
+
+    The mean of nothing is 0.
+    """
+    sums = torch.stack([torch.where(mask, x.double(), 0).sum(), mask.sum().double()])
+    total, count = (_sum_op(sums, group) if group else sums).unbind()
+    return total / count.clamp(min=1)
 
 
 @Operator

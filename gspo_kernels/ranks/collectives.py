@@ -76,16 +76,6 @@ def _warn_of_unaligned(shard: Shard, width: int) -> None:
         )
 
 
-def mean_over_ranks(x: Tensor, mask: Tensor, group: str) -> Tensor:
-    """Compute the mean of `x` where `mask` is True, over all ranks of a group ("": this rank only), [] fp64.
-
-    The mean of nothing is 0.
-    """
-    sums = torch.stack([torch.where(mask, x.double(), 0).sum(), mask.sum().double()])
-    total, count = (gather(sums, group).sum(0) if group else sums).unbind()
-    return total / count.clamp(min=1)
-
-
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

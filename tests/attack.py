@@ -13,9 +13,11 @@ import os
 import platform
 import random
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does, see pyproject.toml
 os.environ.setdefault("GSPO_TEST_DEVICE", "cpu")
@@ -24,10 +26,12 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"  # see conftest.py
 
 import torch
 import triton
+from helpers import sharded_ranks
 from helpers.array import assert_right
 from helpers.features import BANS, FACTORS, OF_TRITON, build, row_of, text_of
 from helpers.interpreter import ignore_nan_in_extremes, patch_language_once
 from helpers.pair_cover import Rows
+from helpers.ranks import run_ranks
 
 EVERY = 20  # cases between two writes of the file
 
@@ -46,7 +50,7 @@ def main() -> int:
     patch_language_once()
     ignore_nan_in_extremes()
     if options.row is not None:
-        assert_right(build(row_of(options.row), options.seed))
+        check(row_of(options.row), options.seed)
         print("right")
         return 0
 
@@ -72,6 +76,16 @@ def main() -> int:
             print(f"\r{state['cases']:,} cases, {rate:.1f}/s, {len(state['wrong'])} wrong", end="", flush=True)
     print(f"\n{path}")
     return bool(state["wrong"])
+
+
+def check(row: dict[str, Any], seed: int) -> None:
+    ranks = row["tp"] * row["cp"]
+    if ranks == 1:
+        return assert_right(build(row, seed))
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(sharded_ranks.main, ranks, Path(folder), ["row"], {"row": (row, seed)})
+        reports = [json.loads(path.read_text()) for path in Path(folder).glob("rank-*.json")]
+    assert not any(x["errors"] for x in reports), "\n".join(text for x in reports for text in x["errors"].values())
 
 
 def versions() -> dict[str, str]:

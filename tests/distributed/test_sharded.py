@@ -1,4 +1,4 @@
-"""Sharded vocabularies and sequences on gloo processes, compared with one process. The cases: helpers/sharded_cases.py.
+"""Sharded vocabularies and sequences on gloo processes: pairs and triples of all settings, and the cases of helpers/.
 
 All selected cases run in one start of the processes.
 """
@@ -9,10 +9,28 @@ import json
 from typing import Any
 
 import pytest
+from helpers.features import BANS, BANS_OF_RANKS, FACTORS, OF_RANKS, TRIPLES_OF, row_of
 from helpers.marks import slow
+from helpers.pair_cover import pair_cover, seed_of_the_week
 from helpers.ranks import run_ranks
-from helpers.sharded_cases import CASES
+from helpers.sharded_cases import CASES, add_row
 from helpers.sharded_ranks import DEADLINE, main
+
+SEED = seed_of_the_week()
+ARRAY = pair_cover(FACTORS | OF_RANKS, seed=SEED, bans=[*BANS, *BANS_OF_RANKS], triples_of=(*TRIPLES_OF, "tp", "cp"))
+# Each kills seeded faults: see tests/faults.
+PINNED = [
+    "tp=2",
+    "tp=2 vocab_size=padded",
+    "tp=2 tiles=many policy=peaked gradient_budget=0.3",
+    "cp=2",
+    "cp=2 ratio=token tokens=masked_sequences",
+    "cp=2 kept_sets=offsets compile=True",
+]
+ROWS: dict[str, Any] = {f"row {i}": (row, SEED) for i, row in enumerate(ARRAY)}
+ROWS |= {f"row {settings}": (row_of(settings), 1) for settings in PINNED}
+for _name, (_row, _seed) in ROWS.items():
+    add_row(_name, _row, _seed)
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +39,18 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     names = [test.callspec.params["name"] for test in tests]  # pyright: ignore[reportAttributeAccessIssue]
     folder = tmp_path_factory.mktemp("ranks")
     ranks = max(CASES[name].ranks for name in names)
-    run_ranks(main, ranks, folder, names, deadline=DEADLINE)
+    rows = {name: row for name, row in ROWS.items() if name in names}
+    run_ranks(main, ranks, folder, names, rows, deadline=DEADLINE)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-# `make test` leaves out these cases, and every case with more than two processes.
-LONG = ("tp 2 triton cache_mib", "tp 2 triton cache_mib gradient_budget", "tp 2 triton gradient_budget")
+def is_long(name: str) -> bool:
+    """Say whether `make test` leaves a case out."""
+    row = ROWS[name][0] if name in ROWS and ROWS[name][1] == SEED else {}
+    return CASES[name].ranks > 2 or row.get("compile", False) or row.get("backend") == "triton"
 
 
-@pytest.mark.parametrize("name", [slow(x) if CASES[x].ranks > 2 or x in LONG else x for x in CASES])
+@pytest.mark.parametrize("name", [slow(x) if is_long(x) else x for x in CASES])
 def test_case(name: str, reports: list[dict[str, Any]]) -> None:
     ranks = range(CASES[name].ranks)
     assert all(name in reports[rank]["seconds"] for rank in ranks), "the case did not run"

@@ -53,6 +53,7 @@ class Results:
     outputs: Tensors  # loss, log_probs, entropy, log_ratio, extra_log_probs
     gradients: Tensors
     metrics: dict[str, Tensor]
+    dropped: Tensor | None = None  # entries [rows, V] of the vocabulary's d_logits that a budget leaves out
     parts: Any = None
 
 
@@ -67,7 +68,7 @@ def head_options(case: Case, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
         "logit_scale": row["logit_scale"],
         "logit_softcap": row["logit_softcap"],
         "temperature": TEMPERATURES[row["temperature"]] if temperature is None else temperature,
-        "vocab_size": case.vocab if row["vocab_size"] == "padded" else None,
+        "vocab_size": case.vocab if row["vocab_size"] != "all" else None,
         "head_precision": row["head_precision"],
     }
 
@@ -77,18 +78,21 @@ def cache_mib(case: Case) -> float:
     return {0: 0.0, "some rows": bytes_of_half / 2**20, "all rows": 4.0}[case.row["cache_mib"]]
 
 
-def call_of(case: Case, hidden: Tensor, head: Any, leaves: Mapping[str, Tensor]) -> Callable[[], dict[str, Any]]:
+def call_of(
+    case: Case, hidden: Tensor, head: Any, leaves: Mapping[str, Tensor], groups: Mapping[str, Any]
+) -> Callable[[], dict[str, Any]]:
     """Return a call of the public functions. It returns the outputs, and the metrics as "metrics"."""
     row = case.row
     mask = case.lay_out("mask")
     given_mask = {"bool": mask, "integer": mask.long(), "by target": None}[row["mask"]]
     packed = row["layout"] == "packed"
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), case.tokens["inside"].sum(1).cumsum(0)]) if packed else None
-    options = {"mask": given_mask, "backend": row["backend"], **head_options(case, leaves)}
-    memory = {"gradient_budget": row["gradient_budget"], "cache_mib": cache_mib(case)}
+    of_head = {name: x for name, x in groups.items() if name in ("tp_group", "reduce_hidden")}
+    options = {"mask": given_mask, "backend": row["backend"], **head_options(case, leaves), **of_head}
+    memory = {"gradient_budget": row["gradient_budget"], "cache_mib": groups.get("cache_mib", cache_mib(case))}
     names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "token_weights")
     of_policy = {name: case.lay_out(name) for name in names} | {"objective": case.objective, "cu_seqlens": offsets}
-    of_policy |= case.normalizers
+    of_policy |= case.normalizers | {"cp_group": groups.get("cp_group")}
     kept, extra = case.lay_out("kept_sets"), case.lay_out("extra_ids")
     tokens = hidden, head, case.lay_out("target_ids")
     advantages = case.lay_out("advantages")
@@ -122,8 +126,8 @@ def settings_of(row: Mapping[str, Any]) -> Iterator[list[Chosen]]:
         yield made
 
 
-def run(case: Case) -> tuple[Results, list[Chosen]]:
-    """Compute the results of a row by the library."""
+def run(case: Case, **groups: Any) -> Results:
+    """Compute the results of a row by the library. `groups`: tp_group, cp_group, reduce_hidden and cache_mib."""
     row = case.row
     hidden = case.lay_out("hidden")
     if row["strides"] == "hidden":
@@ -135,7 +139,7 @@ def run(case: Case) -> tuple[Results, list[Chosen]]:
         x.requires_grad_(row["frozen"] not in ("everything", name))
     extra = case.lay_out("extra_factors")
 
-    function = call_of(case, hidden, head, leaves)
+    function = call_of(case, hidden, head, leaves, groups)
     if row["compile"]:
         torch.compiler.reset()
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -151,7 +155,25 @@ def run(case: Case) -> tuple[Results, list[Chosen]]:
     if row["entry"] == "chained" and wanted and not row["compile"]:
         found |= {f"backward {name}": x for name, x in metrics.last_backward().items()}
     outputs = {name: x.detach() for name, x in out.items() if x is not None}
-    return Results(outputs, dict(zip(wanted, gradients, strict=True)), found), chosen
+    if row["top_k"]:
+        top = top_k_of(case, head, leaves, groups.get("tp_group"))
+        outputs |= {"top_ids": top.ids, "top_log_probs": top.log_probs}
+    return Results(outputs, dict(zip(wanted, gradients, strict=True)), found, dropped_of(case, chosen))
+
+
+def top_k_of(case: Case, head: Any, leaves: Mapping[str, Tensor], tp_group: Any) -> Any:
+    hidden, mask, k = case.lay_out("hidden"), case.lay_out("mask"), case.row["top_k"]
+    options = {"mask": mask, "tp_group": tp_group, **head_options(case, leaves)}
+    with settings_of(case.row), torch.autocast("cpu", torch.bfloat16, enabled=case.row["autocast"]):
+        return linear_top_k(hidden, head, case.vocab if k == "all" else k, **options)
+
+
+def dropped_of(case: Case, chosen: list[Chosen]) -> Tensor | None:
+    if not case.row["gradient_budget"] or not chosen:
+        return None
+    (seen,) = chosen
+    keep = live_entries(seen) | ~(seen.head.mask & (seen.coefficient != 0))[:, None]
+    return torch.nn.functional.pad(~keep, (0, len(case.leaves["weight"]) - keep.shape[1]), value=True)
 
 
 # -- by formulas, over the n unmasked tokens
@@ -434,7 +456,7 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
     if extra is not None:
         outputs["extra_log_probs"] = per_token(extra)
     parts = {"policy": policy, "slopes": slopes, "factor": factor, "d_vocabulary": d_vocabulary.detach()}
-    return Results(outputs, named, policy.metrics, parts)
+    return Results(outputs, named, policy.metrics, parts=parts)
 
 
 @torch.no_grad()
@@ -463,17 +485,16 @@ def _empty(case: Case) -> Tensor:
 
 def assert_right(case: Case) -> None:
     """Assert that every output, gradient and metric of a row is right."""
-    ours, chosen = run(case)
-    row, mask = case.row, case.mask
-    inside = case.tokens["inside"]
-    dropped, seen = None, None
-    if row["gradient_budget"] and chosen:
-        (seen,) = chosen
-        keep = live_entries(seen) | ~(seen.head.mask & (seen.coefficient != 0))[:, None]
-        dropped = ~keep[mask[inside] if row["layout"] == "packed" else mask.reshape(-1)]
-    width = len(case.leaves["weight"])
-    if dropped is not None:
-        dropped = torch.nn.functional.pad(dropped, (0, width - dropped.shape[1]), value=True)
+    ours = run(case)
+    truth = assert_results(case, ours)
+    if case.row["backend"] == "torch":  # interpreted kernels are slow
+        assert_parts_combine(case, ours, truth.parts["policy"].size)
+
+
+def assert_results(case: Case, ours: Results) -> Results:
+    """Assert that results are right. Return those of the formulas."""
+    dropped = None if ours.dropped is None else ours.dropped[case.lay_out("mask").reshape(-1)]
+    top = {name: ours.outputs.pop(name) for name in ("top_ids", "top_log_probs") if name in ours.outputs}
     truth, dtype = by_formulas(case, torch.float64, dropped), operand_dtype(case)
     plain = [by_formulas(case, dtype, dropped, order) for order in range(PLAIN_ORDERS.get(dtype, 1))]
     try:
@@ -485,10 +506,9 @@ def assert_right(case: Case) -> None:
         plain += [by_formulas(case, dtype, dropped, order) for order in range(len(plain), MANY_ORDERS)]
         assert_values(case, ours, truth, plain)
     assert_metrics(case, ours, truth, dropped)
-    if row["backend"] == "torch":  # interpreted kernels are slow
-        assert_parts_combine(case, ours, truth.parts["policy"].size)
-    if row["top_k"]:
-        assert_top_k(case)
+    if top:
+        assert_top_k(case, **top)
+    return truth
 
 
 MANY_ORDERS = 32
@@ -525,8 +545,10 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         is_rounded = name[0] not in "AB" or row["cache_mib"] != 0
         law = dtype if x.dtype == torch.float32 and is_rounded else x.dtype
         law = torch.bfloat16 if dtype == torch.bfloat16 and x.dtype == torch.float16 else law
-        # PyTorch adds the rounded gradients of the vocabulary's pass, of pairs, of a second call and of adapters.
+        # PyTorch adds the rounded gradients of the vocabulary's pass, pairs, a second call, adapters and ranks.
         sums = "extra_ids" in case.tokens, row["kept_sets"] == "empty is all", row["kl_log_probs"]
+        sums = *sums, (name == "hidden" or name[0] == "A") and row.get("tp", 1) > 1
+        sums = *sums, name != "hidden" and row.get("cp", 1) > 1
         more = sum((*sums, name == "hidden" and len(case.scaling) > 0))
         more += law == torch.bfloat16 and row["backend"] == "triton"  # Triton's interpreter truncates to bf16
         rms = more * RELATIVE_RMS[law] * true.square().mean().sqrt().item()
@@ -619,8 +641,8 @@ def assert_parts_combine(case: Case, ours: Results, size: float) -> None:
     if o.kl_coef and "kl_normalizer" not in numbers:
         same = of_kl == o.aggregation
         numbers["kl_normalizer"] = numbers["normalizer"] if same else default_normalizer(of_kl, lengths)
-    eager = replace(case, normalizers=numbers, row={**case.row, "compile": False})
-    parts = [run(eager.take(rows))[0] for rows in divisions]
+    eager = replace(case, normalizers=numbers, row={**case.row, "compile": False, "top_k": 0})
+    parts = [run(eager.take(rows)) for rows in divisions]
     check_loss(torch.stack([x.outputs["loss"] for x in parts]).double().sum(), ours.outputs["loss"].double(), size)
     names = [name for name in ours.metrics if not name.startswith("backward ")]
     chosen = ("dropped_gradient_mass", "live_tile_share", "passes")  # what a budget drops is chosen for each part
@@ -634,13 +656,9 @@ def assert_parts_combine(case: Case, ours: Results, size: float) -> None:
     assert_close({name: combined[name] for name in names}, {name: ours.metrics[name] for name in names})
 
 
-def assert_top_k(case: Case) -> None:
+def assert_top_k(case: Case, top_ids: Tensor, top_log_probs: Tensor) -> None:
     """The k likeliest ids have the largest log-probs of the row, up to rounding."""
-    leaves = {name: nn.Parameter(x) for name, x in case.leaves.items()}
-    head, hidden, k = module_of(case, leaves), case.lay_out("hidden"), case.row["top_k"]
-    k = case.vocab if k == "all" else k
-    with settings_of(case.row), torch.autocast("cpu", torch.bfloat16, enabled=case.row["autocast"]):
-        top = linear_top_k(hidden, head, k, mask=case.lay_out("mask"), **head_options(case, leaves))
+    k = case.vocab if case.row["top_k"] == "all" else case.row["top_k"]
     inside = case.lay_out("mask")
 
     def log_probs(dtype: torch.dtype, order: int = 0) -> Tensor:
@@ -653,8 +671,8 @@ def assert_top_k(case: Case) -> None:
 
     truth, dtype = log_probs(torch.float64), torch.promote_types(operand_dtype(case), torch.float32)
     same = _worst([log_probs(dtype, order) for order in range(MANY_ORDERS if dtype == torch.float32 else 1)], truth)
-    ids, ours = top.ids[inside], top.log_probs[inside]
-    assert all(len(set(row)) == k for row in ids.tolist()) and (top.ids[~inside] == -1).all()
+    ids, ours = top_ids[inside], top_log_probs[inside]
+    assert all(len(set(row)) == k for row in ids.tolist()) and (top_ids[~inside] == -1).all()
     for expected in (lambda x: x.gather(1, ids), lambda x: x.topk(k).values):
         # The log-probs of ids with a probability near 1 are differences of large numbers.
         rms = (expected(same) - expected(truth)).square().mean().sqrt().item() if dtype == torch.float32 else 0.0

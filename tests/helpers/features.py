@@ -90,6 +90,15 @@ OF_TRITON: dict[str, Sequence[Any]] = {
     "compile": (False,),
     "top_k": (0,),
 }
+# With a vocabulary and sequences that are sharded over ranks: values of `helpers.sharded_runs`.
+OF_RANKS: dict[str, Sequence[Any]] = {
+    "backend": ("torch", "torch", "torch", "triton"),
+    "vocab_size": ("all", "padded", "empty rank"),
+    "tp": (1, 2, 4),
+    "cp": (1, 2, 4),
+    "reduce_hidden": ("all", "none"),
+    "owner": ("contiguous", "zigzag", "random", "empty rank"),  # of tokens
+}
 TRIPLES_OF = ("gradient_budget", "cache_mib", "kept_sets", "head", "logit_softcap", "temperature")
 # Parameters of public functions and fields of `Objective` that have another name than their factor.
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -107,7 +116,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         *(f"vespo_{name}_{side}" for name in ("k", "lambda") for side in ("pos", "neg")),
     ),
 }  # fmt: skip  # a table
-SHARDED = ("tp_group", "cp_group", "reduce_hidden")  # tests/distributed passes them
+SHARDED = ("tp_group", "cp_group", "reduce_hidden")  # factors of OF_RANKS
 
 BANS = [
     Ban(("ratio", "surrogate"), lambda r, s: s == "gmpo" and r != "sequence", "a geometric mean over the sequence",
@@ -160,20 +169,29 @@ BANS = [
         "its error is larger: backends/test_cache.py holds it"),
     Ban(("backend", "compile"), lambda b, c: b == "triton" and c, "operators hide the backend from the compiler"),
 ]  # fmt: skip  # a table
+BANS_OF_RANKS = [
+    Ban(("tp", "cp"), lambda tp, cp: tp * cp > 4, "at most four processes"),
+    Ban(("cp", "rollout_correction"), lambda cp, c: cp > 1 and c is not None, "its levels need whole sequences",
+        "rollout_correction must be None with a cp_group"),
+    Ban(("tp", "cp", "compile"), lambda tp, cp, c: c and tp * cp > 2, "compilation takes seconds on each rank"),
+    Ban(("layout", "owner"), lambda x, o: x == "padded" and o == "random", "a rank has columns of a padded batch"),
+]  # fmt: skip  # a table
 
 
 def row_of(settings: str) -> dict[str, Any]:
     """Parse "dtype=fp16 cache_mib=all_rows": the values that are not defaults, with _ for spaces."""
-    row = {name: values[0] for name, values in FACTORS.items()}
+    factors = FACTORS | OF_RANKS
+    row = {name: values[0] for name, values in factors.items()}
     for setting in settings.split():
         name, _, text = setting.partition("=")
-        values = {str(value).replace(" ", "_"): value for value in (*FACTORS[name], *("torch", "triton"))}
+        values = {str(value).replace(" ", "_"): value for value in (*factors[name], *("torch", "triton"))}
         row[name] = values[text]
     return row
 
 
 def text_of(row: Mapping[str, Any]) -> str:
-    changed = {name: value for name, value in row.items() if value != FACTORS[name][0]}
+    default = FACTORS | OF_RANKS
+    changed = {name: value for name, value in row.items() if value != default[name][0]}
     return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in changed.items())
 
 
@@ -233,7 +251,10 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
     if row["tokens"] == "none":
         mask[:] = False
     vocab, width = (149, 33) if row["tiles"] == "many" else (41, 17)
-    padding = 5 if row["vocab_size"] == "padded" else 0
+    tp = row.get("tp", 1)
+    vocab += -vocab % tp if row["vocab_size"] == "all" else 0  # all ranks have as many rows of the head
+    columns = {"all": vocab, "padded": vocab + 5, "empty rank": -(-vocab // max(tp - 1, 1)) * tp}[row["vocab_size"]]
+    padding = columns + -columns % tp - vocab
     wide = torch.float32 if row["head_precision"] and dtype.itemsize == 2 else dtype  # of the head
 
     # The head, and hidden states that give the policy.

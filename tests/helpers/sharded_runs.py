@@ -1,19 +1,18 @@
-"""Compute the loss of a sample on several ranks that share its vocabulary, its sequences or both."""
+"""Run a row of `helpers.features` on several ranks that share its vocabulary, its sequences or both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.samples import Sample, gradients
+from helpers.array import Results, Tensors, cache_mib, run
+from helpers.features import Case
 from torch import Tensor
 
-from gspo_kernels import LossOutput, gspo_fused_loss
-
-SHARDED = ("weight", "bias")  # leaves whose rows are vocabulary columns
+from gspo_kernels import KeptSets, metrics
 
 
 @dataclass(frozen=True)
@@ -57,92 +56,108 @@ def zigzag(shape: Sequence[int], ranks: int) -> Tensor:
     return torch.minimum(chunk, 2 * ranks - 1 - chunk)
 
 
-def run_sharded(
-    sample: Sample, backend: str, groups: Groups, owner: Tensor | None = None, **options: Any
-) -> tuple[LossOutput, dict[str, Tensor]]:
-    """Compute values and gradients on the ranks, and put them together as one process would return them.
-
-    Args:
-        sample: a padded batch, or without a `cp` group also a packed one.
-        owner: rank of each token [B, T]. Without `packed` in the options, a rank's tokens must be full columns.
-    """
-    packed = options.pop("packed", False)
-    local = sample
-    index = None
-    if groups.cp is not None:
-        assert owner is not None
-        local, index = _tokens_of(sample, owner == rank_in(groups.cp), packed)
-    leaves = {
-        name: (shard_rows(x, groups.tp) if name in SHARDED else x).detach().clone().requires_grad_()
-        for name, x in local.leaves.items()
-    }
-    out = gspo_fused_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        local.target_ids,
-        local.advantages,
-        bias=leaves.get("bias"),
-        objective=local.objective,
-        backend=backend,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
-        **local.options,
-        **options,
-    )
-    grads = gradients(out.loss, leaves)
-    if groups.tp is not None:
-        grads |= {name: torch.cat(of_every_rank(grads[name], groups.tp)) for name in SHARDED if name in grads}
-    if index is not None:
-        shape = sample.target_ids.shape
-        grads["hidden"] = _put_together(grads["hidden"], index, shape, groups.cp)
-        for name in SHARDED:
-            if name in grads:
-                dist.all_reduce(grads[name], group=groups.cp)
-        names = ("log_probs", "entropy", "log_ratio") if sample.objective.ratio == "token" else ("log_probs", "entropy")
-        out = out._replace(
-            **{
-                name: _put_together(x, index, shape, groups.cp)
-                for name in names
-                if (x := getattr(out, name)) is not None
-            }
-        )
-    return out, grads
+def owners(case: Case, ranks: int, seed: int) -> Tensor:
+    """Return the rank of each token [B, T]."""
+    kind, shape = case.row["owner"], case.mask.shape
+    owner = zigzag(shape, ranks) if kind == "zigzag" else contiguous(shape, ranks)
+    if kind == "random":
+        owner = torch.randint(ranks, shape, generator=torch.Generator().manual_seed(seed))
+    if kind == "empty rank":
+        owner = torch.where(owner == ranks // 2, 0, owner)
+    if case.row["layout"] == "padded":
+        return owner
+    # One value per token must not look like one value per sequence.
+    owner, inside = owner.clone(), case.tokens["inside"]
+    while ranks > 1 and (full := owner[inside].bincount() == len(inside)).any():
+        of_rank = inside & (owner == full.nonzero()[0])
+        owner[tuple(of_rank.nonzero()[0])] += 1
+        owner %= ranks
+    return owner
 
 
-def _tokens_of(sample: Sample, mine: Tensor, packed: bool) -> tuple[Sample, Tensor]:
-    """Return the batch of the tokens where `mine` [B, T] is True, and their indices in the flattened batch."""
-    shape = sample.target_ids.shape
-    index = torch.arange(mine.numel()).view(shape)
-    cut: Callable[[Tensor], Tensor]
-    if packed:
-        cut = lambda x: x[mine]  # noqa: E731
+@dataclass
+class Part:
+    """The results of one rank, and the places of its rows in the flattened batch."""
+
+    results: Results
+    places: Tensor
+
+
+def run_rank(case: Case, groups: Groups, owner: Tensor) -> Part:
+    """Compute the results of this rank."""
+    mine = owner == rank_in(groups.cp)
+    places = torch.arange(mine.numel()).view(mine.shape)
+    tokens = case.tokens | {"places": places}
+    if case.row["layout"] == "packed":
+        tokens["inside"] = tokens["inside"] & mine
     else:
         columns = mine[0]
         assert (mine == columns).all()
-        cut = lambda x: x[:, columns]  # noqa: E731
-
-    def per_token(x: Any) -> Any:
-        return cut(x.detach()) if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == shape else x
-
-    options = {name: per_token(x) for name, x in sample.options.items()}
-    if "kept_sets" in options:
-        options["kept_sets"] = options["kept_sets"].select(cut(index))
-    if packed:
-        options["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), mine.sum(1).cumsum(0)])
-    leaves = {name: x if name in SHARDED else per_token(x) for name, x in sample.leaves.items()}
-    return replace(
-        sample,
-        leaves=leaves,
-        target_ids=per_token(sample.target_ids),
-        advantages=per_token(sample.advantages),
-        options=options,
-    ), cut(index)
+        for name, x in tokens.items():
+            if isinstance(x, KeptSets):
+                tokens[name] = x.select(places[:, columns])
+            elif x.shape[:2] == mine.shape:
+                tokens[name] = x[:, columns]
+    leaves = {name: x if name[0] == "A" else shard_rows(x, groups.tp) for name, x in case.leaves.items()}
+    local = replace(case, tokens=tokens, leaves=leaves)
+    options = {"tp_group": groups.tp, "cp_group": groups.cp, "reduce_hidden": case.row["reduce_hidden"]}
+    cache = (
+        cache_mib(case)
+        if case.row["cache_mib"] == "all rows"
+        else cache_mib(case) / size_of(groups.tp) / size_of(groups.cp)
+    )
+    return Part(run(local, **options, cache_mib=cache), local.lay_out("places").reshape(-1))
 
 
-def _put_together(x: Tensor, index: Tensor, shape: torch.Size, group: Any) -> Tensor:
-    """Return the rows of all ranks at their places in the batch, [B, T, ...]."""
-    rest = x.shape[index.ndim :]
-    out = x.new_zeros(shape.numel(), *rest)
-    for rows, places in of_every_rank((x.detach().reshape(-1, *rest), index.reshape(-1)), group):
-        out[places] = rows
-    return out.view(*shape, *rest)
+def put_together(case: Case, parts: list[list[Part]]) -> Results:
+    """Return the results of all ranks as one process would return them. `parts[i][j]`: rank i in CP, j in TP."""
+    of_sequences = [row[0] for row in parts]
+    first = of_sequences[0].results
+    inside = case.tokens["inside"]
+
+    def equal(values: list[Tensor]) -> Tensor:
+        assert all(torch.equal(x, values[0]) for x in values), "ranks differ"
+        return values[0]
+
+    def rows(values: list[Tensor], of_row: int) -> Tensor:
+        """Put rows of the sequences' ranks at their places. Rows have `of_row` dimensions."""
+        rest = values[0].shape[values[0].ndim - of_row :]
+        out = values[0].new_zeros(inside.numel(), *rest)
+        for part, x in zip(of_sequences, values, strict=True):
+            out[part.places] = x.reshape(-1, *rest)
+        out = out.view(*inside.shape, *rest)
+        return out[inside] if case.row["layout"] == "packed" else out
+
+    outputs: Tensors = {}
+    for name in first.outputs:
+        values = [equal([part.results.outputs[name] for part in row]) for row in parts]
+        if name == "loss" or (name == "log_ratio" and case.objective.ratio != "token"):
+            outputs[name] = equal(values)
+        else:
+            outputs[name] = rows(values, 1 if name.startswith(("extra", "top")) else 0)
+
+    gradients: Tensors = {}
+    for name, x in first.gradients.items():
+        grid = [[part.results.gradients[name] for part in row] for row in parts]
+        if name == "hidden":
+            partial = case.row["reduce_hidden"] == "none"
+            values = [torch.stack(row).double().sum(0).to(x.dtype) if partial else equal(row) for row in grid]
+            gradients[name] = rows(values, 1)
+        else:
+            values = [equal(row) if name[0] == "A" else torch.cat(row) for row in grid]
+            gradients[name] = torch.stack(values).double().sum(0).to(x.dtype)
+
+    found = {name: x for name, x in first.metrics.items() if not name.startswith("backward ")}
+    for part in (part for row in parts for part in row):
+        assert all(torch.equal(part.results.metrics[name], x) for name, x in found.items()), "metrics differ"
+    works = [
+        {name.removeprefix("backward "): x for name, x in part.results.metrics.items() if name not in found}
+        for part in of_sequences
+    ]
+    if all(works):
+        found |= {f"backward {name}": x for name, x in metrics.combine(works).items()}
+    dropped = None
+    if first.dropped is not None:
+        cells = [torch.cat([part.results.dropped for part in row], 1) for row in parts]  # pyright: ignore
+        dropped = rows(cells, 1).flatten(0, -2)
+    return Results(outputs, gradients, found, dropped)

@@ -233,7 +233,7 @@ class Truth:
             return
         true, ours = expected["gradient"], torch.cat([x.grad.flatten().double() for x in optimizer.masters])
         # Without a reward that differs, gradients of KL and teacher nearly cancel, down to rounding.
-        limit = TRAINER_LOG_RELATIVE * (true.norm().item() + 0.3)
+        limit = TRAINER_LOG_RELATIVE * (true.norm().item() + 1)
         assert numbers["grad_norm"] == pytest.approx(true.norm().item(), rel=0, abs=limit)
         factor = min(1.0, config.max_grad_norm / (numbers["grad_norm"] + 1e-6))
         assert (ours / factor - true).norm() <= limit

@@ -22,6 +22,7 @@ ARRAY = pair_cover(FACTORS | OF_RANKS, seed=SEED, bans=[*BANS, *BANS_OF_RANKS], 
 PINNED = [
     "tp=2",
     "tp=2 vocab_size=padded",
+    "tp=2 kept_sets=offsets",
     "tp=2 tiles=many policy=peaked gradient_budget=0.3",
     "cp=2",
     "cp=2 ratio=token tokens=masked_sequences",

@@ -8,7 +8,7 @@ FAULTS: dict[str, Fault] = {
     "pairs of ids of other ranks are read": (
         "backends/pairs:_own",
         "live = pairs.live[- & (pairs.ids >= 0) & (pairs.ids < head.vocab_size)-]",
-        "sharded::test_case[tp 2 torch kept sets]",
+        "distributed/sharded::test_case[row tp=2 kept_sets=offsets]",
     ),
     "the target counted among the others of its set": (
         "kept_log_probs",
@@ -28,7 +28,7 @@ FAULTS: dict[str, Fault] = {
     "any of several equal logits in a top k": (
         "top_k:_largest",
         "(z == least).sum(1) > [-(values == least).sum(1)-]{+z.shape[1]+}",
-        "sharded::test_case[tp 2 top k]",
+        "distillation::test_equal_logits_are_in_the_order_of_ids_and_confident_log_probs_keep_their_digits",
     ),
     "aggregation weight not divided by the length": (
         "_weight_of_token",

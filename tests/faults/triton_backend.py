@@ -51,7 +51,7 @@ FAULTS: dict[str, Fault] = {
     "soft-cap missing in the kernel": (
         "_gradient_of_logits",
         "[-d *= 1.0 - capped * capped-]{+pass+}",
-        f"{ROW}[backend=triton cache_mib=all_rows logit_softcap=5.0]",
+        f"{ROW}[backend=triton logit_softcap=5.0]",
     ),
     "1 - p computed by subtraction in the kernel": (
         "gradient_of_target",
@@ -92,7 +92,7 @@ FAULTS: dict[str, Fault] = {
         "_policy_term",
         "[-d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio,-]{+loss =+} multiply_no_nan(weights.policy * "
         "value, lp)",
-        f"{ROW}[backend=triton surrogate=cispo]",
+        f"{ROW}[backend=triton surrogate=cispo advantages=per_token]",
     ),
     "a ratio equal to the bound counted as clipped": (
         "triton/surrogates:surrogate",

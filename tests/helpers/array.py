@@ -530,7 +530,8 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         x, true = ours.outputs[name], laid_out(true)
         assert x.dtype == wide and x.shape == true.shape, f"{name} is {x.dtype} {tuple(x.shape)}"
         if name == "loss":
-            check_loss(x, true, truth.parts["policy"].size)
+            truncates = row["backend"] == "triton" and dtype == torch.bfloat16  # Triton's interpreter
+            check_loss(x, true, (1 + truncates) * truth.parts["policy"].size)
         elif name == "log_ratio":
             limit = LOG_RATIO_RELATIVE[wide] * max(truth.outputs["log_probs"].abs().max().item(), 1)
             assert (x - true).abs().max() <= limit, "log_ratio"

@@ -68,7 +68,8 @@ PINNED = [
     "backend=triton entropy_coef=0.02",
     "backend=triton kept_sets=offsets",
     "backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences",
-    "backend=triton surrogate=cispo",
+    "backend=triton logit_softcap=5.0",
+    "backend=triton surrogate=cispo advantages=per_token",
 ]
 
 

@@ -265,6 +265,7 @@ def test_equal_logits_are_in_the_order_of_ids_and_confident_log_probs_keep_their
         top = linear_top_k(hidden, weight, 6)
         only = linear_top_k(hidden, weight[:5], 2, bias=torch.tensor([-torch.inf] * 4 + [0.0]))
     assert top.ids.tolist() == [[2, 3, 4, 0, 1, 5], [0, 2, 4, 1, 3, 5]]
+    assert linear_top_k(torch.ones(1, 1), torch.ones(100, 1), 40).ids.tolist() == [[*range(40)]]
     others = (weight[1:, 1].double() - 18).exp().sum()
     torch.testing.assert_close(top.log_probs[1, 0].double(), -others.log1p(), rtol=KEPT_VALUE_RELATIVE, atol=0)
     assert only.ids.tolist() == [[4, -1]] * 2 and only.log_probs.tolist() == [[0.0, -torch.inf]] * 2

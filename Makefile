@@ -140,7 +140,7 @@ gate-%: .venv/ready
 	$(UV) pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
 	cd tests && PYTHONPATH=../build/triton-$* ../$(BIN)/python -m helpers.compile_gate
 
-# The trainings of docs/benchmarks.md, one after another on one core: an hour and a half.
+# The trainings of docs/benchmarks.md, one after another on one core: about two hours.
 studies: .venv/ready
 	for study in dense rounding long teachers; do $(BIN)/gspo compare --study $$study || exit 1; done
 	cp runs/compare/*-cpu.json benchmarks/results/

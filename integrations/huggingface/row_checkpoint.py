@@ -216,7 +216,6 @@ class _Call(NamedTuple):
             if torch.amp.is_autocast_available(kind)
         ]
         call = cls(function, args, keywords, _All(hidden), skipping, False, autocast)
-        call._check_all()
         mask = keywords.get("attention_mask", args[0] if args else None)
         positions: Any = keywords.get("position_ids")
         is_packed = _may_be_packed(skipping.model.config, hidden, mask, positions)
@@ -225,6 +224,7 @@ class _Call(NamedTuple):
             by_rows = call._replace(rows=rows, is_counted=skipping.counts_rows)
             by_rows._check_all()
         except UnknownRows as reason:
+            call._check_all()  # of what the check above did not reach
             skipping.fallbacks.add(str(reason))
             return call
         return by_rows

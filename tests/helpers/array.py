@@ -492,7 +492,7 @@ def assert_right(case: Case) -> None:
 
 
 def assert_results(case: Case, ours: Results) -> Results:
-    """Assert that results are right. Return those of the formulas."""
+    """Assert that results are right. Return what the formulas give."""
     dropped = None if ours.dropped is None else ours.dropped[case.lay_out("mask").reshape(-1)]
     top = {name: ours.outputs.pop(name) for name in ("top_ids", "top_log_probs") if name in ours.outputs}
     truth, dtype = by_formulas(case, torch.float64, dropped), operand_dtype(case)
@@ -633,7 +633,7 @@ def assert_close(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def assert_parts_combine(case: Case, ours: Results, size: float) -> None:
-    """Divide the batch into uneven micro-batches. Losses add up, and metrics combine to those of the batch."""
+    """Divide the batch into uneven micro-batches. Losses must add up, and metrics combine to the whole batch's."""
     lengths, o = case.mask.sum(1).tolist(), case.objective
     longest = case.tokens["inside"].sum(1).argsort(descending=True).tolist()
     divisions = [longest[:1], [longest[i] for i in (1, 6, 5)], longest[2:5]]  # no packed part has a row per sequence

@@ -90,7 +90,7 @@ OF_TRITON: dict[str, Sequence[Any]] = {
     "compile": (False,),
     "top_k": (0,),
 }
-# With a vocabulary and sequences that are sharded over ranks: values of `helpers.sharded_runs`.
+# For vocabularies and sequences that are sharded over ranks. `helpers.sharded_runs` reads these values.
 OF_RANKS: dict[str, Sequence[Any]] = {
     "backend": ("torch", "torch", "torch", "triton"),
     "vocab_size": ("all", "padded", "empty rank"),

@@ -140,7 +140,7 @@ class Truth:
             return
         ran = torch.ones(len(mask), dtype=torch.bool) if batch.live is None else batch.live
         assert torch.equal(batch.old_log_probs[~ran], rollout.log_probs[~ran]) or batch.live is None
-        # The first update may still have to write those of its own rows.
+        # The first update has not yet stored the old log-probs of its own rows.
         known = ran & (batch.old_log_probs != rollout.log_probs).any(1)
         assert_log_probs(batch.old_log_probs[known], now[known])
 
@@ -245,7 +245,7 @@ class Truth:
             of_all = "clip_fraction" in name or name == "zero_coefficient_share"
             parts = [x["whole" if of_all else "ran"] for x in updates]
             name = name if name in parts[0] else f"rollout_{name}"
-            # At first, fp32 log-probs are those of the reference, and KL has no gradient. In float64, rounding remains.
+            # In the first step, KL has no gradient in fp32, and a tiny one from rounding in float64.
             if name not in parts[0] or (name == "zero_coefficient_share" and self.config.objective.kl_coef):
                 continue
             counts = [float(x[divisor]) for x in parts]
@@ -268,7 +268,7 @@ class Truth:
         self.stock["zero_grad"](optimizer)
 
     def collect(self, optimizer: Any) -> None:
-        """Note the gradient of a micro-batch, before it is added to those of the masters."""
+        """Record the gradient of a micro-batch before it is added to the masters' gradients."""
         half = [w for w, m in zip(optimizer.weights, optimizer.masters, strict=True) if m is not w]
         if half:
             gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in half]

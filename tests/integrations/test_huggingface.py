@@ -209,6 +209,7 @@ def test_a_later_wrapper_must_be_removed_first() -> None:
         head.remove()
     model.forward = ours
     head.remove()
+    assert ours(**batch()[0]).logits.shape[-1] == 96  # for a wrapper that still calls it
 
 
 BODY = {"target_modules": ["q_proj"]}
@@ -438,9 +439,12 @@ def test_models_prepared_by_accelerate_are_fused_and_unwrapped(monkeypatch: pyte
         model.lm_head.weight.mul_(8)  # logits that bf16 rounds by more than the check allows
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     prepared = accelerator.prepare(model)
-    fuse_head(prepared)
+    forward = prepared.forward
+    head = fuse_head(prepared)
     inputs, _, _ = batch()
     assert isinstance(prepared(**inputs, with_head=lambda hidden, head, **options: 1), HeadOutput)
+    head.remove()
+    assert prepared.forward == forward
     model = make("qwen3").float()
     fuse_head(model)
     unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
@@ -487,6 +491,8 @@ def test_a_copied_model_has_its_own_fused_head(copied_by: Callable[[Any], Any]) 
     with torch.no_grad():
         copied.lm_head.weight.mul_(2)
         copied.model.norm.weight.mul_(2)
+    if copied_by is copy.deepcopy:
+        assert_fused_equals_dense(copied)
     fused = fuse_head(copied)
     assert_fused_equals_dense(copied)
     assert_fused_equals_dense(model)
@@ -548,7 +554,7 @@ def test_packed_sequences_are_kept_apart_or_refused() -> None:
     left = torch.tensor([[0, 0, 0, 1, 1, 1]])
     for positions in (torch.tensor([[1, 1, 1, 0, 1, 2]]), torch.tensor([[3, 1, 1, 0, 1, 2]])):
         model(input_ids=ids[:1, :6], attention_mask=left, position_ids=positions, with_head=lambda *_, **__: None)
-    model(input_ids=ids[:1], position_ids=torch.arange(9)[None], with_head=lambda *_, **__: None)
+    model(ids[:1], torch.ones_like(ids[:1]), torch.arange(9)[None], with_head=lambda *_, **__: None)
 
 
 def test_labels_with_a_head_function_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
@@ -270,6 +271,7 @@ ARGUMENTS: dict[str, tuple[Callable[..., Tensor], Any, bool]] = {
     "tokens": (lambda h, x: h * x, torch.arange(T)[:, None] + 1.0, True),
     "shared": (lambda h, x: h * x, torch.full((1, 1, 8), 2.0), True),
     "with a gradient": (lambda h, x: h * x, BY_ROWS.clone().requires_grad_(), False),
+    "with a gradient, in a tuple": (lambda h, x: h * x[0], (BY_ROWS.clone().requires_grad_(),), False),
     "rows in the second axis": (lambda h, x: h * x.sum(0), torch.ones(3, B, T, 1), False),
     "as many heads as rows": (lambda h, x: h * x.sum(0)[..., None], torch.ones(B, 1, T), False),
     "an object": (lambda h, x: h * x.value, type("Scale", (), {"value": BY_ROWS})(), False),
@@ -365,6 +367,8 @@ def test_block_masks_are_taken_by_rows(batch_size: int) -> None:
     taken = row_checkpoint._Padded(hidden).of_block_mask("", mask, row_checkpoint.Choice(0, index, len(index), B))
     expected = _row_of_block_mask(hidden, mask)[index]
     torch.testing.assert_close(_row_of_block_mask(hidden[index], taken), expected, rtol=0.0, atol=0.0)
+    with pytest.raises(row_checkpoint.UnknownRows, match="batch size 5") if size else contextlib.nullcontext():
+        row_checkpoint._Padded(hidden[:4]).check_block_mask("x", mask)
 
 
 def test_what_cannot_be_differentiated_by_rows_raises() -> None:

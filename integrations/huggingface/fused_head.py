@@ -70,8 +70,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
         TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support the head (DoRA, a weight
             that is sharded other than by `ColwiseParallel`).
     """
-    if not isinstance(model, nn.Module):
-        Checks("fuse_head").fail("model", "a transformers model", model, TypeError)
+    check_model("fuse_head", model)
     base = base_model(model)
     existing = fused_head_of(base)
     if existing is not None and existing.is_measured():
@@ -92,6 +91,11 @@ def fuse_head(model: nn.Module) -> FusedHead:
             fused.remove()
         raise
     return fused
+
+
+def check_model(place: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        Checks(place).fail("model", "a transformers model", model, TypeError)
 
 
 def _measure(fused: FusedHead, model: Any) -> None:
@@ -428,6 +432,7 @@ def logit_options(model: nn.Module) -> Mapping[str, Any]:
     For training loops that compute the hidden states without `with_head`. Arguments and errors are the same as in
     `fuse_head`. Afterwards the model is fused only if it was fused before.
     """
+    check_model("logit_options", model)
     was_fused = is_fused(model)
     fused = fuse_head(model)
     try:

@@ -26,9 +26,9 @@ from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.inputs.lm_head import is_fsdp_unit
 from gspo_kernels.objective import CLIPPING
 from gspo_kernels.ranks.dtensors import is_dtensor
-from gspo_kernels.validation import Checks, Unquoted
+from gspo_kernels.validation import FLOATS, INTEGERS, Checks, TensorChecks, Unquoted
 
-from .fused_head import base_model, fuse_head, is_fused
+from .fused_head import base_model, check_model, fuse_head, is_fused
 from .head_options import generators_restored, in_mode
 from .rows import live_tokens
 
@@ -116,13 +116,17 @@ def log_probs_by_precision(
         TypeError, ValueError: the model is sharded (FSDP, ZeRO-3, tensor parallelism) or quantized; an argument is not
             [B, T]; or `fuse_head` refuses the model.
     """
-    check = Checks("log_probs_by_precision")
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.shape[1] < 2:
+    check = TensorChecks("log_probs_by_precision")
+    check_model(check.place, model)
+    base = base_model(model)
+    check.tensor("input_ids", input_ids, dtypes=[torch.int64], shapes=[(None, None)], shape_text="of token ids [B, T]")
+    if input_ids.shape[1] < 2:
         check.fail("input_ids", "a tensor of token ids [B, T] with T >= 2", input_ids)
     for name, mask in (("attention_mask", attention_mask), ("answer_mask", answer_mask)):
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
-            check.fail(name, f"a tensor {list(input_ids.shape)} like input_ids, or None", mask)
-    base = base_model(model)
+        if mask is not None:
+            dtypes, text = [torch.bool, *FLOATS, *INTEGERS], f"{list(input_ids.shape)} like input_ids, or None"
+            shapes = [input_ids.shape]
+            check.tensor(name, mask, dtypes=dtypes, shapes=shapes, shape_text=text, device=input_ids.device)
     if any(map(is_fsdp_unit, model.modules())):
         check.fail("model", "a model with whole weights", Unquoted("one that FSDP shards"))
     for name, parameter in base.named_parameters():
@@ -130,7 +134,7 @@ def log_probs_by_precision(
             expected = "whole weights in floating point, neither sharded nor quantized"
             check.fail("model", expected, Unquoted(f"{name} as a {type(parameter).__name__} of {parameter.dtype}"))
     targets = input_ids[:, 1:]
-    mask = torch.ones_like(targets) if answer_mask is None else answer_mask[:, 1:]
+    mask = torch.ones_like(targets) if answer_mask is None else answer_mask[:, 1:] != 0
     options: dict[str, Any] = {"mask": mask, "temperature": temperature}
 
     def both_heads(hidden: Tensor, head: nn.Module, **kwargs: Any) -> tuple[Tensor, Tensor]:

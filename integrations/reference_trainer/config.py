@@ -14,6 +14,7 @@ import yaml
 from gspo_kernels import Objective
 from gspo_kernels.inputs.head import HEAD_PRECISIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels.validation import describe, positive
 
 from ..settings import Step
 from ..tasks import InputError
@@ -132,6 +133,8 @@ class TrainConfig:
             object.__setattr__(self, name, convert(name, kind, getattr(self, name)))
         require = self._require
         require("objective", isinstance(self.objective, Objective), "an Objective")
+        for name in ("model", "teacher"):
+            require(name, getattr(self, name) != "", "a folder or a hub id, or none")
         size = self.rollout_size
         plain = self.name not in ("", ".", "..") and Path(self.name).name == self.name
         require("name", plain, "a plain folder name")
@@ -142,7 +145,7 @@ class TrainConfig:
         for name in AT_LEAST_ZERO.split():
             require(name, 0 <= getattr(self, name) < math.inf, "a number >= 0")
         for name in POSITIVE.split():
-            require(name, 0 < getattr(self, name) < math.inf, "a number above 0")
+            require(name, positive(getattr(self, name)), "a number above 0, within float32")
         for name, values in CHOICES.items():
             require(name, getattr(self, name) in values, f"one of {', '.join(map(repr, values))}")
         require("report_to", set(self.report_to) <= {"tensorboard", "wandb"}, "tensorboard, wandb or both")
@@ -150,7 +153,7 @@ class TrainConfig:
         require("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1")
         require("min_p", 0 <= self.min_p < 1, "a number from 0 to below 1")
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
-        with_entropy = "0 with an entropy bonus (entropy_coef above 0)"
+        with_entropy = "0 with an entropy bonus (entropy_coef other than 0)"
         require("gradient_budget", not (self.gradient_budget and self.objective.entropy_coef), with_entropy)
         require("cache_mib", self.cache_mib is None or 0 <= self.cache_mib < 2**40, "a number of MiB >= 0")
         require("threads", self.threads < 2**15, "a number below 32,768")
@@ -172,8 +175,8 @@ class TrainConfig:
         require(
             "old_log_probs", self.objective.rollout_correction is None or self.old_log_probs == "trainer", recomputed
         )
-        if self.data is not None and self.model is None:
-            raise InputError("data needs model=FOLDER, the checkpoint to train on it")
+        trained = f"a folder or a hub id to train on data={self.data}"
+        require("model", self.data is None or self.model is not None, trained)
         require("eval_data", self.eval_data is None or self.data is not None, "none without data=FILE to train on")
         is_default = self.eval_prompts == TrainConfig.eval_prompts
         require("eval_prompts", self.eval_data is None or is_default, "no value with eval_data, which is used entirely")
@@ -181,7 +184,7 @@ class TrainConfig:
     def _require(self, name: str, satisfied: bool, expected: str) -> None:
         """Raise an InputError that names the option unless `satisfied`."""
         if not satisfied:
-            raise InputError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+            raise InputError(f"{name}: expected {expected}, got {describe(getattr(self, name))}")
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain values, in the form in which a file holds them."""
@@ -259,9 +262,9 @@ def convert(name: str, kind: str, value: Any) -> Any:
         return converter(value)
     except InputError:
         raise
-    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, yaml.YAMLError) as error:
         optional = ", or none" if kind.endswith("| None") else ""
-        raise InputError(f"{name}: expected {expected}{optional}, got {value!r}") from error
+        raise InputError(f"{name}: expected {expected}{optional}, got {describe(value)}") from error
 
 
 def items_of(value: Any) -> Sequence[Any]:
@@ -328,11 +331,13 @@ def real(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    return int(real(value)) if real(value).is_integer() else int(str(value))  # int("1.5") raises a ValueError
+    if not real(value).is_integer() or abs(real(value)) >= 2**32:
+        raise ValueError
+    return int(real(value))
 
 
 def text_of(value: Any) -> str:
-    if not isinstance(value, str | os.PathLike | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | os.PathLike | int | float):
         raise TypeError
     return str(value)
 
@@ -340,7 +345,7 @@ def text_of(value: Any) -> str:
 # The type of an option -> its accepted spellings, and how to convert them.
 KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bool": ("true or false", lambda x: {"true": True, "false": False}[str(x).lower()]),
-    "int": ("a whole number, such as 8 or 1e3", whole),
+    "int": ("a whole number below 2**32, such as 8 or 1e3", whole),
     "float": ("a number, such as 0.001 or 1e-3", real),
     "str": ("a text", text_of),
     "Path": ("a path", Path),

@@ -53,7 +53,7 @@ def train_config(**options: Any) -> TrainConfig:
             contradict each other.
     """
     preset = options.pop("preset", None) or "demo"
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise InputError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}{nearest(preset, PRESETS)}")
     chosen = converted(PRESETS[preset] | options)
     if "model" in chosen or "data" in chosen:
@@ -146,13 +146,13 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in TYPES:
             chosen[name] = value if value is None else convert(name, TYPES[name], value)
-        elif name in OBJECTIVE:
+        elif name in OBJECTIVE and (value is not None or OBJECTIVE[name].endswith("| None")):
             changes[name] = convert(name, OBJECTIVE[name], value)
-        elif name != "objective":
+        elif name != "objective" and name not in OBJECTIVE:
             similar = nearest(name, [*TYPES, *OBJECTIVE, "objective", "preset"])
             raise InputError(f"{name}: there is no such option{similar}; `gspo train --dry-run` prints all options")
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    of = options.get("objective", "gspo")
+    of = "gspo" if options.get("objective") is None else options["objective"]
     try:
         if isinstance(of, Objective):
             changes = {f.name: getattr(of, f.name) for f in fields(Objective)} | changes

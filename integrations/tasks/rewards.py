@@ -309,7 +309,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise RewardTimeout
 
     handler = signal.signal(signal.SIGALRM, expire)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    timer = signal.setitimer(signal.ITIMER_REAL, min(seconds, 1e9))  # the system's clock may not reach further
     try:
         yield
     finally:

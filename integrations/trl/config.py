@@ -135,6 +135,10 @@ class GSPOConfig(GRPOConfig):
             if getattr(self, name) is not None:
                 Checks("GSPOConfig").boolean(name, getattr(self, name))
         Checks("GSPOConfig").boolean("zero_equal_rewards", self.zero_equal_rewards)
+        for name in ("steps_per_generation", "generation_batch_size"):
+            if getattr(self, name) is not None:
+                expected = "an int from 1 to below 2**31, or None"
+                Checks("GSPOConfig").integer(name, getattr(self, name), expected, lambda x: 1 <= x < 2**31)
         _check_loss(self)
         _check_distillation(self)
         batch_size = self.generation_batch_size
@@ -190,8 +194,7 @@ def _check_distillation(config: GSPOConfig) -> None:
     check = Checks("GSPOConfig")
     check.number("distillation_coef", config.distillation_coef, "a finite number >= 0", lambda x: 0 <= x < math.inf)
     check.choice("distillation_schedule", config.distillation_schedule, ("constant", "linear"))
-    if not isinstance(config.distillation_k, int) or config.distillation_k < 1:
-        check.fail("distillation_k", "an int >= 1", config.distillation_k)
+    check.integer("distillation_k", config.distillation_k, "an int from 1 to below 2**31", lambda x: 1 <= x < 2**31)
     check.choice("distillation_kind", config.distillation_kind, distillation.KINDS)
     tails = distillation.TAILS if config.distillation_kind != "generalized" else ("drop",)
     check.choice("distillation_tail", config.distillation_tail, tails)

@@ -144,10 +144,6 @@ def test_flash_attention_is_replaced_in_fp32(
 def test_bad_input_is_named() -> None:
     model, _ = models(torch.float32, lora=False)
     ids, mask, advantages = batch()
-    with pytest.raises(ValueError, match=r"input_ids must be a tensor of token ids \[B, T\].*, got a tensor \[32\]"):
-        log_probs_by_precision(model, ids[:, 0])
-    with pytest.raises(ValueError, match=r"answer_mask must be a tensor \[32, 40\].*, got a tensor \[32, 39\]"):
-        log_probs_by_precision(model, ids, answer_mask=mask[:, 1:])
     scored = log_probs_by_precision(model, ids)
     with pytest.raises(ValueError, match=r"objective must be an Objective whose surrogate is one of clip, .*'sapo'"):
         clip_noise(scored, scored, advantages, mask[:, 1:], Objective.preset("sapo"))

@@ -90,25 +90,6 @@ def test_lora_on_a_checkpoint_has_a_learning_rate_of_its_own() -> None:
     assert train_config(lora_rank=8).learning_rate == train_config().learning_rate == 5e-4
 
 
-# Values from Python
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seeds": [0, 1.5]}, "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got [0, 1.5]"),
-        ({"steps": True}, "steps: expected a whole number, such as 8 or 1e3, got True"),
-        ({"steps": None}, "steps: expected a whole number, such as 8 or 1e3, got None"),
-        ({"save": 1}, "save: expected true or false, got 1"),
-        ({"task": ["sorting"]}, "task: expected a text, got ['sorting']"),
-        ({"objective": "dapo"}, "objective: expected an Objective, got 'dapo'"),
-    ],
-)
-def test_values_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
-        TrainConfig(**options)
-
-
 def test_variables_of_the_chat_template_reach_every_rendering(tmp_path: Path) -> None:
     """Without its variable, this template fails. The message names the prompt."""
     demo = policy.demo_policy()

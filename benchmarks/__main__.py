@@ -7,7 +7,6 @@ from gspo_kernels.extras import MissingExtraError, needs
 
 COMMANDS = {
     "step": "suites.step",
-    "trainer": "suites.trainer",
     "skip": "suites.skip",
     "kept_sets": "suites.kept_sets",
     "precision": "studies.precision",

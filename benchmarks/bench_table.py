@@ -88,30 +88,6 @@ def show(results: Record, console: Console, scenario: str) -> None:
     console.print(*lines, EXPLAINED, *([BUSY_MACHINE] if busy else []), sep="\n", markup=False, soft_wrap=True)
 
 
-def show_trainer(results: Record, console: Console) -> None:
-    """Print the steps of TRL's trainer as a table, and a legend."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for at, column in enumerate(
-        ("", "step\ns", "step /\nfull logits'", "peak\nMiB", "cache_mib", "gradient norm /\nfull logits'")
-    ):
-        table.add_column(column, justify="right" if at else "left", no_wrap=at > 0)
-    for r in results["steps"]:
-        times = ("-", "-") if "wrong" in r else (f"{r['seconds']:.2f}", f"{r['over_naive']['ratio']:.2f}")
-        table.add_row(
-            r["name"], *times, f"{r['peak_bytes'] / 2**20:,.0f}", f"{r['cache_mib']:,}", f"{r['norm_over_full']:.6f}"
-        )
-    console.print(table)
-    model = results["model"]
-    console.print(
-        f"A step of TRL's GRPOTrainer: forward, loss and backward of {results['tokens']:,} tokens in "
-        f"{results['sequences']} answers; a Qwen2 of {model['num_hidden_layers']} layers with random weights, H = "
-        f"{model['hidden_size']}, V = {model['vocab_size']:,}, {results['dtype']}. step: the fastest of "
-        f"{results['steps'][0]['runs']}. peak: memory beyond the model, with its gradients "
-        f"({results['steps'][0]['gradient_bytes'] / 2**20:,.0f} MiB), in a process of its own.",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip  # options share a line
-
-
 def _cells(record: Record) -> tuple[str, ...]:
     times = (_short(record["seconds"] * 1e3), " - ".join(_short(record[p] * 1e3) for p in ("p20", "p80")))
     over = record.get("over_naive")

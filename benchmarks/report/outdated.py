@@ -57,7 +57,6 @@ MOVED_BY = {
     ),
     "step": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
     "teachers": (*TRAINING, "gspo_kernels/distillation.py"),
-    "trainer": (*LOSS, *TIMED, "integrations/trl/*.py", "benchmarks/suites/trainer.py"),
     "vocab": (*LOSS, *TIMED, "benchmarks/suites/step.py"),
 }
 

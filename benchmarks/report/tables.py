@@ -14,7 +14,7 @@ from ..studies import scores
 Results = dict[str, Any]
 Cell = Callable[[Results], str]
 Values = dict[str, float]
-NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
+NAIVE, OURS, BUDGET = "naive GSPO", "ours", "ours, budget 1e-3"
 CAST = "TRL cast_lm_head_to_fp32"
 DEFAULT_CACHE = "ours, default cache"
 FULL_LOGITS = {NAIVE: "full logits", "naive GSPO, compiled": "full logits, compiled"}
@@ -42,13 +42,6 @@ GPU_ROWS = {
     OURS: "**gspo_kernels**, cache off",
     DEFAULT_CACHE: "**gspo_kernels** (default)",
     BUDGET: "**gspo_kernels**, `gradient_budget=1e-3`, cache off",
-}
-TRAINER_ROWS = {
-    NAIVE: "full logits (TRL before 1.15)",
-    "TRL fused head": "TRL 1.16 (its fused head)",
-    CAST: "TRL 1.16, `cast_lm_head_to_fp32`",
-    OURS: "**TRL 1.16 with gspo_kernels**, cache off",
-    CACHED: "**TRL 1.16 with gspo_kernels**, all in the cache",
 }
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 PRODUCTS = ("vendor h W'", "vendor d_logits W", "vendor d_logits' h")
@@ -188,17 +181,6 @@ def updates(results: Results) -> str:
     return table(("lengths", "advantage 0", "clipped, by update", "TRL's tokens", "our tokens", *memory, "time"), rows)
 
 
-def step_of_trl_on_a_cpu(every: Results) -> str:
-    parts = {short: by_name(every["trainer-cpu"][dtype]["steps"]) for dtype, short in DTYPES.items()}
-    cells: dict[str, Cell] = {"peak memory": lambda r: f"{mib(r)} MiB", "step time": lambda r: f"{over_naive(r)}x"}
-    header = [f"{what}, {short}" for short in parts for what in cells]
-    rows = []
-    for name, label in TRAINER_ROWS.items():
-        records = [part.get(name, {}) for part in parts.values()]
-        rows.append((label, *(cell(r) if r else "-" for r in records for cell in cells.values())))
-    return table(("", *header), rows)
-
-
 def run_of(every: Results, scenario: str, dtype: str = "float32") -> Results:
     """Find the timed run of the scenario; of several, the run with the most tokens."""
     runs = every["step-cpu"]["time"]["runs"]
@@ -264,9 +246,6 @@ def where_we_lose(every: Results) -> str:
         where = f"CPU, {on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
         comparisons.append((f"{where}: time", times(run["candidates"]), ".2f", OURS))
         comparisons.append((f"{where}: MiB", peaks(run["candidates"]), ",.0f", OURS))
-    for dtype, part in every["trainer-cpu"].items():
-        comparisons.append((f"CPU, step of TRL, {dtype}: time", times(part["steps"]), ".2f", OURS))
-        comparisons.append((f"CPU, step of TRL, {dtype}: MiB", peaks(part["steps"]), ",.0f", OURS))
     rows = []
     for situation, values, form, default in comparisons:
         others = {name: x for name, x in values.items() if not name.startswith(OURS)}
@@ -439,7 +418,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "teachers": teachers,
     "step on a gpu": lambda every: step_on_a_gpu(every[f"skip-{H200}"]),
     "skip on a cpu": lambda every: updates(every["skip-cpu"]),
-    "step of trl on a cpu": step_of_trl_on_a_cpu,
     "heads on a cpu": heads_on_a_cpu,
     "passes with a budget": passes_with_a_budget,
     "where we lose": where_we_lose,

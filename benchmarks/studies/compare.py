@@ -31,11 +31,10 @@ from .. import bench_table, measure
 from .scores import ALONE, FULL_LOGITS, MIS, ROUNDED_SAMPLER, SAMPLER, STUDENT, TEACHER, TIS, WINDOW, means, rows
 
 with needs("gspo compare", "train", "transformers", "tokenizers"):
-    from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
+    from gspo_kernels.integrations.reference_trainer.config import InputError, Step, TrainConfig
     from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
     from gspo_kernels.integrations.reference_trainer.trainer import Learner
     from gspo_kernels.integrations.reference_trainer.update import NotFiniteError
-    from gspo_kernels.integrations.settings import Step
     from gspo_kernels.integrations.tasks import Task, batches, task_by_name
 
 Record = dict[str, Any]

@@ -13,7 +13,7 @@ import torch
 from .. import measure
 from ..candidates import Candidate
 from ..workloads import FEWEST, MODELS, SCENARIOS, Head, Spec
-from . import bench, trainer
+from . import bench
 from .options import DTYPES, BadOption, device_of
 
 
@@ -23,8 +23,7 @@ class Plan(NamedTuple):
     forecast: str  # a line for the user: estimated minutes, and what is measured
     steps: int  # number of calls that `run` makes to its argument, if nothing fails
     run: Callable[[bench.Tick], bench.Record]  # results for JSON; a MemoryError has a message for the user
-    show: str  # name of the function in `bench_table` that prints the results
-    title: tuple[str, ...] = ()  # more arguments of this function
+    scenario: str  # its description
 
 
 def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
@@ -47,27 +46,7 @@ def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds
         f"This takes about {minutes} min: {rounds} rounds of {', '.join(candidate.name for candidate in here)}",
         len(here) * (rounds + 4) + 1,
         partial(run_loss, spec, chosen, rounds),
-        "show",
-        (SCENARIOS[scenario].what,),
-    )
-
-
-def of_trainer(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
-    """Plan a measurement of TRL's trainer. Raise BadOption for a bad option."""
-    place = device_of(device)
-    for option, value in batch.items():
-        if value is not None:
-            raise BadOption(f"--{option}: cannot be combined with --trainer, whose batch is fixed; got {value!r}")
-    if dtype not in (None, *DTYPES):
-        raise BadOption(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    trainer.check_packages("gspo bench --trainer")
-    dtype = dtype or ("bfloat16" if place.type == "cuda" else "float32")
-    names = trainer.names_of(dtype)
-    return Plan(
-        f"This takes about {rounds} times 8 min on two CPU cores: rounds of {', '.join(names)}",
-        rounds * len(names) + 1,
-        partial(run_trainer, names, rounds, dtype, place),
-        "show_trainer",
+        SCENARIOS[scenario].what,
     )
 
 
@@ -109,11 +88,3 @@ def run_loss(spec: Spec, chosen: list[Candidate], rounds: int, tick: bench.Tick)
             raise
         raise MemoryError(bench.TOO_LARGE) from error
     return measure.jsonable(measure.about(torch.device(spec.device)) | results)
-
-
-def run_trainer(
-    names: tuple[str, ...], rounds: int, dtype: str, device: torch.device, tick: bench.Tick
-) -> bench.Record:
-    """Measure steps of TRL's trainer. Add date, commit, machine and versions to the results."""
-    results = trainer.compare(names, rounds, dtype, device, tick=tick)
-    return measure.jsonable(measure.about(device) | results)

@@ -13,6 +13,7 @@ counts little. On a GPU, the model has the size of Qwen2.5-1.5B, with fp32 weigh
 from __future__ import annotations
 
 import gc
+import importlib
 import statistics
 import tempfile
 import time
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 
+from gspo_kernels.extras import needs
+
 from ..measure import Record, Tick, destination, save
 from .options import device_of, parser_of, positive, say
-from .trainer import check_packages
 
 QWEN2: Record = dict(
     vocab_size=2048, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
@@ -205,7 +207,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=5, help="timed rollouts of each trainer and case")
     parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
-    check_packages("gspo_kernels.benchmarks skip")
+    with needs("gspo_kernels.benchmarks skip", "trl", "trl", "datasets"):
+        for package in ("datasets", "trl"):
+            importlib.import_module(package)
     device = options.device
     output = destination("skip", device, options.output, options.tiny)
     model, length = (QWEN2, LENGTH) if device.type == "cpu" else (QWEN2_1B, LENGTH_ON_GPU)

@@ -291,14 +291,6 @@ def bench(
         str | None, typer.Option(help="Device, such as cpu or cuda:1. (default: a GPU if there is one, else the CPU)")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs per candidate.")] = 5,
-    trainer: Annotated[
-        bool,
-        typer.Option(
-            "--trainer",
-            help="Measure steps of TRL's GRPOTrainer with full logits, with TRL's fused head, and with gspo_kernels. "
-            "Takes only --dtype, --device, --rounds and --json.",
-        ),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure time and memory of loss and gradients, and compare with other implementations.
@@ -316,14 +308,13 @@ def bench(
         console.width = 120  # fixed, so that tables in a log do not wrap
     to_stderr = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a candidate may print when imported
     try:
-        make = bench_command.of_trainer if trainer else bench_command.of_loss
-        planned = make(batch, dtype, device, rounds)
+        planned = bench_command.of_loss(batch, dtype, device, rounds)
         typer.echo(planned.forecast, err=True)
         with to_stderr, bench_table.progress(console, planned.steps) as tick:
             results = planned.run(tick)
     except (ValueError, MemoryError, MissingExtraError) as error:
         fail(error)
-    getattr(bench_table, planned.show)(results, console, *planned.title)
+    bench_table.show(results, console, planned.scenario)
     if as_json:
         typer.echo(json.dumps(results))
 

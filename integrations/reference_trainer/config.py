@@ -16,8 +16,22 @@ from gspo_kernels.inputs.head import HEAD_PRECISIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 from gspo_kernels.validation import describe, positive
 
-from ..settings import Step
 from ..tasks import InputError
+
+
+class Step(NamedTuple):
+    """One call in the computation of advantages.
+
+    Attributes:
+        call: the name of a function of `gspo_kernels.advantages`; "clamp" for torch.clamp; or "subtract_kl": subtract
+            kl_coef times the KL of an answer from the answer's reward. This KL is a sum over the answer's tokens:
+            kl_estimator of old minus reference log-prob.
+        options: the keyword arguments. For a tensor argument, a string describes which tensor to pass.
+    """
+
+    call: str
+    options: dict[str, Any]
+
 
 GROUP_ADVANTAGES = (Step("group_advantages", {}),)
 CHOICES = {

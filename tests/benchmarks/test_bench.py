@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from gspo_kernels.benchmarks import candidates, measure, truth, workloads
 from gspo_kernels.benchmarks.candidates import ALL
-from gspo_kernels.benchmarks.suites import bench, trainer
+from gspo_kernels.benchmarks.suites import bench
 from gspo_kernels.benchmarks.workloads import Head, Spec
 from gspo_kernels.tools.cli import app
 
@@ -158,19 +158,6 @@ def test_the_command_forecasts_and_prints_one_json_object(monkeypatch: pytest.Mo
     assert results["machine"]["cpu"] and results["versions"]["torch"] and results["on"]["sequences"] == 8
 
 
-def test_steps_of_the_trainer_are_shown_and_printed_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step_of(*_: Any, name: str, **__: Any) -> Any:
-        step = {"seconds": 2.0 - name.startswith("ours"), "peak_bytes": 3 << 30, "loss": 0.0, "norm": 1.0}
-        return {"steps": [step] * 2, "gradient_bytes": 1 << 30, "cache_mib": 0}
-
-    monkeypatch.setattr(trainer, "fresh", step_of)
-    done = CliRunner().invoke(app, ["bench", "--trainer", "--dtype", "bfloat16", "--rounds", "2", "--json"])
-    assert done.exit_code == 0, done.output
-    assert [r["over_naive"]["ratio"] for r in json.loads(done.stdout)["steps"]] == [1, 1, 1, 0.5, 0.5]
-    table = CliRunner().invoke(app, ["bench", "--trainer"]).stdout
-    assert "TRL fused head" in table and "cast_lm_head" not in table and "3,072" in table and "0.50" in table
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -181,10 +168,6 @@ def test_steps_of_the_trainer_are_shown_and_printed_as_json(monkeypatch: pytest.
         (["--scenario", "sparse"], "--scenario: expected one of dense, rl-like"),
         (["--dtype", "int8"], "--dtype: expected one of float32"),
         (["--device", "warp"], "--device: expected a device that torch has here"),
-        (
-            ["--trainer", "--tokens", "4k"],
-            "--tokens: cannot be combined with --trainer, whose batch is fixed; got '4k'",
-        ),
     ],
 )
 def test_bad_options_are_refused_with_a_one_line_message(options: list[str], message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from gspo_kernels.benchmarks import measure
 from gspo_kernels.benchmarks.__main__ import COMMANDS
-from gspo_kernels.benchmarks.suites import step, trainer
+from gspo_kernels.benchmarks.suites import step
 
 CPU = torch.device("cpu")
 
@@ -61,23 +61,11 @@ def test_bad_options_are_refused_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite", ["step", "trainer", "skip", "kept_sets", "operands"])
+@pytest.mark.parametrize("suite", ["step", "skip", "kept_sets", "operands"])
 def test_a_trial_runs(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "fresh", lambda *_, **__: {"peak_bytes": 1})
-    monkeypatch.setattr(trainer, "fresh", lambda *_, **arguments: trainer.step_of(**arguments))  # in this process
     output = tmp_path / "a.json"
     monkeypatch.setattr(sys, "argv", [suite, "--tiny", "--output", str(output)])
     importlib.import_module(f"gspo_kernels.benchmarks.{COMMANDS[suite]}").main()
     file = json.loads(output.read_text())
     assert file["suite"] == suite and file["commit"] and file["versions"]["torch"]
-
-
-def test_a_step_with_other_gradients_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step_of(*_: Any, name: str, **__: Any) -> Any:
-        step = {"seconds": 2.0, "peak_bytes": 5, "loss": 0.0, "norm": {"a": 1.1, "b": 1.00001}.get(name, 1.0)}
-        return {"steps": [step], "gradient_bytes": 4, "cache_mib": 0}
-
-    monkeypatch.setattr(trainer, "fresh", step_of)
-    records = trainer.compare((trainer.FULL, "a", "b"), 2, "float32", CPU)["steps"]
-    assert ["wrong" in r for r in records] == [False, True, False]
-    assert all(r["runs"] == 2 and r["over_naive"]["ratio"] == 1 and r["peak_bytes"] == 5 for r in records)

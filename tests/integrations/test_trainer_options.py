@@ -34,11 +34,11 @@ from gspo_kernels.integrations.reference_trainer import (
 )
 from gspo_kernels.integrations.reference_trainer import optimizer as optimizer_module
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
+from gspo_kernels.integrations.reference_trainer.config import Step
 from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout
 from gspo_kernels.integrations.reference_trainer.trackers import Trackers
-from gspo_kernels.integrations.settings import Step
 from gspo_kernels.integrations.tasks import RewardBatch, RewardComponent
 from gspo_kernels.tools.cli import app
 

@@ -16,9 +16,8 @@ from helpers.samples import run_policy
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, advantages
-from gspo_kernels.advantages import RunningMoments
-from gspo_kernels.integrations.settings import from_roll
+from gspo_kernels import Objective
+from gspo_kernels.advantages import RunningMoments, normalize_rewards, token_returns, whiten
 from gspo_kernels.reference import gspo_reference_loss
 
 
@@ -100,25 +99,14 @@ def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> 
     loss = ((loss + 0.001 * k3) * mask).sum(1).mean()
     (gradient,) = torch.autograd.grad(loss, lp)
 
-    # The recipe as read from ROLL's settings, by our functions.
-    settings: dict[str, Any] = {
-        "adv_estimator": "reinforce", "importance_sampling": "seq", "loss_agg_mode": "seq-mean-token-sum",
-        "dual_clip_loss": True, "use_kl_loss": True, "kl_loss_coef": 0.001, "reward_norm": by, "reward_clip": 5,
-        "num_return_sequences_in_group": 4, "whiten_advantages": True, "advantage_clip": 2.0,
-    }  # fmt: skip  # a table
-    if in_reward_kl:
-        settings |= {"add_token_level_kl": True, "init_kl_coef": 0.05}
-    reading = from_roll(settings)
-    assert reading.objective == objective
-    functions: dict[str, Any] = {**vars(advantages), "clamp": torch.clamp}
-    x: Any = rewards
-    for call, options in reading.advantages:
-        if "kl" in options:
-            options["kl"] = kl
-        if options.get("by") == "running":
-            options["by"] = RunningMoments()
-        mask_of_call = (b.mask,) if call in ("token_returns", "whiten") else ()
-        x = functions[call](x, *mask_of_call, **options)
+    # The recipe by our functions.
+    x = rewards
+    if by is not None:
+        moments = RunningMoments() if by == "running" else by
+        x = normalize_rewards(x, moments, group_size=4 if by == "group" else None)
+    x = x.clamp(-5, 5)
+    x = token_returns(x, b.mask, reward_clip=5, **({"kl": kl, "kl_coef": 0.05} if in_reward_kl else {}))
+    x = whiten(x, b.mask).clamp(-2, 2)
     torch.testing.assert_close(x, expected)
     options = {"mask": b.mask, "old_log_probs": b.old, "ref_log_probs": b.ref, "objective": objective}
     assert_agree(b, run_policy(b.log_probs, x, **options, backend=backend), loss.detach(), gradient)

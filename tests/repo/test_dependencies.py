@@ -24,7 +24,7 @@ MODULES = sorted(
     if path.relative_to(FOLDER).as_posix() not in ("tools/cli.py", "tools/doctor/report.py")
 )
 TRAINERS = [f"trainers.{name}" for name in ("slime", "prime_rl", "skyrl", "ms_swift", "openrlhf")]
-INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "settings", *TRAINERS)]
+INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", *TRAINERS)]
 GSPO = "from gspo_kernels.tools.entry_point import main; main()"
 BENCHMARKS = "from gspo_kernels.benchmarks.__main__ import main; sys.exit(main())"
 

@@ -52,7 +52,6 @@ BLOCKS = {
         *["trainers/test_ms_swift.py"] * 2,
         *["integrations/test_seams.py"] * 2,
         "trainers/test_skyrl.py",
-        "integrations/test_seams.py",
     ],
     "trainers/own_loop.md": ["integrations/test_huggingface.py", "install", "example", "example", "run"],
     "trainers/trl.md": [*["trainers/test_trl.py"] * 2, "install", "example", "example"],

@@ -16,6 +16,7 @@ from helpers.tile_choices import Chosen, choices, live_entries, small_tiles
 from tolerance import (
     DROPPED_MASS_RELATIVE,
     LOG_RATIO_RELATIVE,
+    LOSS_PER_ADVANTAGE,
     METRIC_ABSOLUTE,
     METRIC_RELATIVE,
     PLAIN_ORDERS,
@@ -488,7 +489,7 @@ def assert_right(case: Case) -> None:
     ours = run(case)
     truth = assert_results(case, ours)
     if case.row["backend"] == "torch":  # interpreted kernels are slow
-        assert_parts_combine(case, ours, truth.parts["policy"].size)
+        assert_parts_combine(case, ours, size_of_loss(truth))
 
 
 def assert_results(case: Case, ours: Results) -> Results:
@@ -531,7 +532,7 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         assert x.dtype == wide and x.shape == true.shape, f"{name} is {x.dtype} {tuple(x.shape)}"
         if name == "loss":
             truncates = row["backend"] == "triton" and dtype == torch.bfloat16  # Triton's interpreter
-            check_loss(x, true, (1 + truncates) * truth.parts["policy"].size)
+            check_loss(x, true, (1 + truncates) * size_of_loss(truth))
         elif name == "log_ratio":
             limit = LOG_RATIO_RELATIVE[wide] * max(truth.outputs["log_probs"].abs().max().item(), 1)
             assert (x - true).abs().max() <= limit, "log_ratio"
@@ -565,20 +566,37 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         check(f"d_{name}", flat[0], flat[1], flat[2], law, rms)
 
 
+def size_of_loss(truth: Results) -> float:
+    """Return the size for `check_loss`, whose limit is for log-probs that are off by at most LOSS_PER_ADVANTAGE.
+
+    A log-prob is off by about eps of the largest logit, which is at least as large as the largest log-prob.
+    """
+    error = torch.finfo(torch.float32).eps * truth.outputs["log_probs"].abs().max().item()
+    return max(1, error / LOSS_PER_ADVANTAGE) * truth.parts["policy"].size
+
+
 def _worst(runs: list[Tensor], true: Tensor) -> Tensor:
     return max(runs, key=lambda x: (x.double() - true).abs().max().item() if x.numel() else 0.0)
+
+
+TOKEN_OUTPUTS = {"log_probs", "entropy", "kl_log_probs"}
+
+
+def metrics_of(case: Case, outputs: Tensors) -> Tensors:
+    """Compute the metrics of the loss by formulas, from log-probs and entropies [n] in float64."""
+    lp = outputs["log_probs"]
+    entropy = outputs.get("entropy", torch.zeros_like(lp))
+    return policy_of(case, unmasked(case), lp, entropy, outputs.get("kl_log_probs", lp)).metrics
 
 
 def assert_metrics(case: Case, ours: Results, truth: Results, dropped: Tensor | None) -> None:
     """Compare every metric with its formula over the log-probs and entropies that the library returned."""
     row = case.row
     inside = case.lay_out("mask")
-    zeros = torch.zeros(int(inside.sum()), dtype=torch.float64)
-    names = ("log_probs", "entropy", "kl_log_probs")
-    lp, entropy, kl_lp = (ours.outputs[name][inside].double() if name in ours.outputs else zeros for name in names)
-    expected = policy_of(case, unmasked(case), lp, entropy, kl_lp if row["kl_log_probs"] else lp).metrics
+    n = int(inside.sum())
+    outputs = {name: ours.outputs[name][inside].double() for name in TOKEN_OUTPUTS & ours.outputs.keys()}
+    expected = metrics_of(case, outputs)
     g_lp, g_entropy, _ = truth.parts["slopes"]
-    n = len(lp)
     live = (g_lp != 0) | (g_entropy != 0)
     expected["zero_coefficient_share"] = 1 - live.sum().double() / max(n, 1)
     has_pass = row["kept_sets"] in (None, "empty is all") and not row["kl_log_probs"]
@@ -643,7 +661,8 @@ def assert_parts_combine(case: Case, ours: Results, size: float) -> None:
         same = of_kl == o.aggregation
         numbers["kl_normalizer"] = numbers["normalizer"] if same else default_normalizer(of_kl, lengths)
     eager = replace(case, normalizers=numbers, row={**case.row, "compile": False, "top_k": 0})
-    parts = [run(eager.take(rows)) for rows in divisions]
+    cases = [eager.take(rows) for rows in divisions]
+    parts = [run(x) for x in cases]
     check_loss(torch.stack([x.outputs["loss"] for x in parts]).double().sum(), ours.outputs["loss"].double(), size)
     names = [name for name in ours.metrics if not name.startswith("backward ")]
     chosen = ("dropped_gradient_mass", "live_tile_share", "passes")  # what a budget drops is chosen for each part
@@ -654,7 +673,18 @@ def assert_parts_combine(case: Case, ours: Results, size: float) -> None:
         names = [name for name in names if name not in chosen]
     if case.row["cache_mib"] == "some rows":
         names = [name for name in names if name != "passes"]
-    assert_close({name: combined[name] for name in names}, {name: ours.metrics[name] for name in names})
+
+    def joined(name: str) -> Tensor:
+        """Return an output of the parts in the order of the batch. Its last bits may differ from the batch's."""
+        of_sequence = {}
+        for rows, part, small in zip(divisions, parts, cases, strict=True):
+            x = part.outputs[name][small.lay_out("mask")].double()
+            of_sequence |= dict(zip(rows, x.split(small.mask.sum(1).tolist()), strict=True))
+        return torch.cat([of_sequence[i] for i in range(len(lengths))])
+
+    of_parts = metrics_of(case, {name: joined(name) for name in TOKEN_OUTPUTS & parts[0].outputs.keys()})
+    expected = {**ours.metrics, **of_parts}
+    assert_close({name: combined[name] for name in names}, {name: expected[name] for name in names})
 
 
 def assert_top_k(case: Case, top_ids: Tensor, top_log_probs: Tensor) -> None:

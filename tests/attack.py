@@ -28,7 +28,7 @@ import torch
 import triton
 from helpers import sharded_ranks
 from helpers.array import assert_right
-from helpers.features import BANS, FACTORS, OF_TRITON, build, row_of, text_of
+from helpers.features import BANS, FACTORS, OF_TRITON, build, repeatable, row_of
 from helpers.interpreter import ignore_nan_in_extremes, patch_language_once
 from helpers.pair_cover import Rows
 from helpers.ranks import run_ranks
@@ -63,11 +63,11 @@ def main() -> int:
         begin, seed = time.perf_counter(), options.seed * 10**7 + state["cases"]
         row = rows.any(random.Random(seed))
         try:
-            assert_right(build(row, seed))
-        except Exception as error:  # of any kind: the attack goes on, and names it
-            repeat = f"python -m tests.attack --seed {seed} --row '{text_of(row)}'"
-            state["wrong"].append({"repeat": repeat, "error": f"{type(error).__name__}: {error}"[:500]})
-            print(f"\n{state['wrong'][-1]['error']}\n{repeat}", flush=True)
+            with repeatable(row, seed):
+                assert_right(build(row, seed))
+        except AssertionError as error:  # the attack goes on
+            state["wrong"].append(str(error)[:1000])
+            print(f"\n{state['wrong'][-1]}", flush=True)
         state["cases"] += 1
         state["seconds"] += time.perf_counter() - begin
         if state["cases"] % EVERY == 0 or state["cases"] == options.cases:

@@ -362,7 +362,7 @@ def changes_of_tensor(value: Tensor) -> Iterator[Change]:
         if dtype != plain.dtype:
             name = str(dtype)[6:]
             yield Change(name, plain.to(dtype), name, "float32|int64|bool")
-    yield Change("meta", plain.to("meta"), "meta", "on cpu|with values")
+    yield Change("meta", plain.to("meta"), "meta", "on |with values")
     yield Change("strides", torch.stack([plain, plain], -1)[..., 0].requires_grad_(value.requires_grad), "tensor")
     if plain.is_floating_point():
         yield Change("gradient", plain.clone().requires_grad_(), "requires_grad")
@@ -484,6 +484,7 @@ def kind_of(result: Any, valid: Any) -> str:
     of_result, of_valid = tensors(result), tensors(valid)
     if any(x.is_meta for x in of_result):
         return "meta"
+    of_result = to_device(of_result, "cpu")
     if len(of_result) == len(of_valid) and all(map(torch.equal, of_result, of_valid)):
         return "equal" if of_valid or result == valid else "finite"
     if any(x.isnan().any() for x in of_result):
@@ -514,15 +515,21 @@ def problem(name: str, argument: str, change: Change, error: Exception) -> str |
     return None if clear else text
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ALL_CALLS)
-def test_a_changed_argument_is_named_or_accepted_for_a_reason(name: str) -> None:
+def moved(x: Any) -> Any:
+    """Move a tensor to the device under test."""
+    if not isinstance(x, Tensor) or x.is_meta:
+        return x
+    with torch.inference_mode(x.is_inference()):
+        return x.to(on.DEVICE)
+
+
+def check_changes(name: str) -> None:
     function, arguments = ALL_CALLS[name]
-    valid, problems = function(**arguments), []
+    valid, problems = to_device(function(**tree_map(moved, arguments)), "cpu"), []
     for case, (call_name, argument, change) in CASES.items():
         if call_name != name:
             continue
-        changed = {**arguments, argument: change.value}
+        changed = tree_map(moved, {**arguments, argument: change.value})
         before, expected = fingerprint(changed), accepted_as(case)
         try:
             result = kind_of(function(**changed), valid)
@@ -536,6 +543,20 @@ def test_a_changed_argument_is_named_or_accepted_for_a_reason(name: str) -> None
         if wrong or fingerprint(changed) != before:
             problems.append(f"{case}: {wrong or 'was written to'}")
     assert not problems, "\n".join(problems)
+
+
+@on_device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("KeptSets.")])
+def test_a_changed_argument_is_named_or_accepted_for_a_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_CHECK", "1")
+    check_changes(name)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", [*(name for name in CALLS if name.startswith("KeptSets.")), *OF_TRAINERS])
+def test_a_change_of_what_stays_on_the_cpu_is_named_or_accepted_for_a_reason(name: str) -> None:
+    check_changes(name)
 
 
 def test_every_line_of_the_table_is_used() -> None:

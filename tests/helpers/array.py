@@ -10,8 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from helpers.device import gspo_fused_loss, linear_log_probs, policy_loss
-from helpers.features import DTYPES, Case, module_of
+from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss, to_device
+from helpers.features import (
+    DTYPES,
+    TEMPERATURES,
+    Case,
+    Tensors,
+    kept_of,
+    leaves_in,
+    logits_of,
+    module_of,
+    project,
+)
 from helpers.tile_choices import Chosen, choices, live_entries, small_tiles
 from tolerance import (
     DROPPED_MASS_RELATIVE,
@@ -23,9 +33,9 @@ from tolerance import (
     RELATIVE_RMS,
     check,
     check_loss,
+    truncation,
 )
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from gspo_kernels import metrics
 from gspo_kernels.distillation import linear_top_k
@@ -36,15 +46,12 @@ from gspo_kernels.reference import (
     dppo,
     kl_to_reference,
     log_ratios_of_sequence,
-    mask_of_sets,
     projection_log_probs,
     score,
     surrogate,
 )
 
-Tensors = dict[str, Tensor]
 UPSTREAM = 1.5  # gradient of the loss
-TEMPERATURES: dict[str, Any] = {"1": 1.0, "number": 0.7, "tensor": torch.tensor(0.7)}
 
 
 @dataclass
@@ -130,11 +137,11 @@ def settings_of(row: Mapping[str, Any]) -> Iterator[list[Chosen]]:
 def run(case: Case, **groups: Any) -> Results:
     """Compute the results of a row by the library. `groups`: tp_group, cp_group, reduce_hidden and cache_mib."""
     row = case.row
-    hidden = case.lay_out("hidden")
+    hidden = to_device(case.lay_out("hidden"))
     if row["strides"] == "hidden":
         hidden = torch.stack([hidden, -hidden], -1)[..., 0]
     hidden = nn.Parameter(hidden)
-    leaves = {name: nn.Parameter(x) for name, x in case.leaves.items()}
+    leaves = {name: nn.Parameter(x) for name, x in to_device(case.leaves).items()}
     head = module_of(case, leaves)
     for name, x in {"hidden": hidden, **leaves}.items():
         x.requires_grad_(row["frozen"] not in ("everything", name))
@@ -145,16 +152,16 @@ def run(case: Case, **groups: Any) -> Results:
         torch.compiler.reset()
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     with settings_of(row) as chosen:
-        with torch.autocast("cpu", torch.bfloat16, enabled=row["autocast"]):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=row["autocast"]):
             out = function()
         total = UPSTREAM * out["loss"]
         total = total if extra is None else total + (extra * out["extra_log_probs"]).sum()
         wanted = {name: x for name, x in {"hidden": hidden, **leaves}.items() if x.requires_grad}
         assert total.requires_grad == bool(wanted)
-        gradients = torch.autograd.grad(total, list(wanted.values())) if wanted else ()
+        gradients = to_device(torch.autograd.grad(total, list(wanted.values())) if wanted else (), "cpu")
     found = dict(out.pop("metrics"))
     if row["entry"] == "chained" and wanted and not row["compile"]:
-        found |= {f"backward {name}": x for name, x in metrics.last_backward().items()}
+        found |= {f"backward {name}": x for name, x in to_device(metrics.last_backward(), "cpu").items()}
     outputs = {name: x.detach() for name, x in out.items() if x is not None}
     if row["top_k"]:
         top = top_k_of(case, head, leaves, groups.get("tp_group"))
@@ -165,8 +172,9 @@ def run(case: Case, **groups: Any) -> Results:
 def top_k_of(case: Case, head: Any, leaves: Mapping[str, Tensor], tp_group: Any) -> Any:
     hidden, mask, k = case.lay_out("hidden"), case.lay_out("mask"), case.row["top_k"]
     options = {"mask": mask, "tp_group": tp_group, **head_options(case, leaves)}
-    with settings_of(case.row), torch.autocast("cpu", torch.bfloat16, enabled=case.row["autocast"]):
-        return linear_top_k(hidden, head, case.vocab if k == "all" else k, **options)
+    with settings_of(case.row), torch.autocast(DEVICE.type, torch.bfloat16, enabled=case.row["autocast"]):
+        top = linear_top_k(to_device(hidden), head, case.vocab if k == "all" else k, **to_device(options))
+    return to_device(top, "cpu")
 
 
 def dropped_of(case: Case, chosen: list[Chosen]) -> Tensor | None:
@@ -336,13 +344,6 @@ def policy_of(case: Case, tokens: Tokens, lp: Tensor, entropy: Tensor, kl_lp: Te
     return Policy(loss, join(log_ratios), max(size, tokens.advantages.abs().sum().item() / n), known)
 
 
-def rounded(case: Case, x: Tensor, original: Tensor) -> Tensor:
-    """Round an operand as autocast does, without rounding its gradient."""
-    if not case.row["autocast"] or case.row["head_precision"] or original.dtype == torch.float64:
-        return x
-    return x + (original.bfloat16().to(x.dtype) - x).detach()
-
-
 def operand_dtype(case: Case) -> torch.dtype:
     """The dtype in which PyTorch multiplies the operands of the head."""
     dtype = DTYPES[case.row["dtype"]]
@@ -351,55 +352,6 @@ def operand_dtype(case: Case) -> torch.dtype:
     if case.row["head_precision"]:
         return torch.float32
     return torch.bfloat16 if case.row["autocast"] else dtype
-
-
-def logits_of(case: Case, projection: Tensor) -> dict[str, Any]:
-    """Return the arguments of `projection_log_probs` for the unmasked tokens."""
-    row, dtype = case.row, projection.dtype
-    temperature = TEMPERATURES.get(row["temperature"])
-    if temperature is None:
-        temperature = case.tokens["temperature"][case.mask].to(dtype)
-    options = {"logit_scale": row["logit_scale"], "logit_softcap": row["logit_softcap"], "vocab_size": case.vocab}
-    return {"projection": projection, "temperature": temperature, **options}
-
-
-def project(case: Case, leaves: Tensors, order: int = 0) -> Tensor:
-    """Compute h W^T + bias with the adapters' terms, [n, V]. `order` permutes the terms of each logit.
-
-    From the fifth order on, it also moves each logit by up to two units in the last place, as other sums would.
-    """
-    original = case.tokens["hidden"][case.mask]
-    h = leaves["hidden"]
-    base, weight = rounded(case, h, original), rounded(case, leaves["weight"], case.leaves["weight"])
-    if order:
-        terms = torch.randperm(h.shape[1], generator=torch.Generator().manual_seed(order))
-        base, weight = base[:, terms], weight[:, terms]
-    bias = rounded(case, leaves["bias"], case.leaves["bias"]) if "bias" in leaves else None
-    out = linear(base, weight, bias)
-    for i, scaling in enumerate(case.scaling):
-        out = out + scaling * linear(linear(h, leaves[f"A{i}"]), leaves[f"B{i}"])
-    if order >= PLAIN_ORDERS[torch.float32]:
-        noise = 2 * torch.rand(out.shape, generator=torch.Generator().manual_seed(order)) - 1
-        out = out * (1 + 2 * torch.finfo(out.dtype).eps * noise)
-    return out
-
-
-def leaves_in(case: Case, dtype: torch.dtype) -> Tensors:
-    originals = {"hidden": case.tokens["hidden"][case.mask], **case.leaves}
-    return {name: x.detach().to(dtype).requires_grad_() for name, x in originals.items()}
-
-
-def log_probs_of(case: Case, full: bool = False) -> Tensor:
-    """Compute log-probs [B, T] in float64, 0 where masked. `full`: over the vocabulary, also with kept sets."""
-    ids, kept = case.tokens["target_ids"][case.mask], None if full else kept_of(case)
-    projection = project(case, leaves_in(case, torch.float64)).detach()
-    lp, _ = projection_log_probs(target_ids=ids, kept=kept, **logits_of(case, projection))
-    return torch.zeros(case.mask.shape, dtype=torch.float64).masked_scatter(case.mask, lp)
-
-
-def kept_of(case: Case) -> Tensor | None:
-    sets = case.tokens.get("kept_sets")
-    return None if sets is None else mask_of_sets(sets, case.vocab)[case.mask.reshape(-1)]
 
 
 def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, order: int = 0) -> Results:
@@ -457,6 +409,8 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
     if extra is not None:
         outputs["extra_log_probs"] = per_token(extra)
     parts = {"policy": policy, "slopes": slopes, "factor": factor, "d_vocabulary": d_vocabulary.detach()}
+    temperature = torch.as_tensor(options["temperature"]).reshape(-1, 1)
+    parts["logits"] = (options["logit_scale"] * projection[:, : case.vocab] / temperature).detach()
     return Results(outputs, named, policy.metrics, parts=parts)
 
 
@@ -537,7 +491,10 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
             limit = LOG_RATIO_RELATIVE[wide] * max(truth.outputs["log_probs"].abs().max().item(), 1)
             assert (x - true).abs().max() <= limit, "log_ratio"
         else:
-            check(name, x.reshape(-1), worst("outputs", name, true).reshape(-1), true.reshape(-1), wide)
+            logits = truth.parts["logits"]
+            largest = logits.abs().max().item() if logits.numel() else 0.0
+            rms = truncation(DEVICE, dtype, case.tokens["hidden"].shape[-1], largest)
+            check(name, x.reshape(-1), worst("outputs", name, true).reshape(-1), true.reshape(-1), wide, rms)
     for name, x in ours.gradients.items():
         true = laid_out(truth.gradients[name])
         same = worst("gradients", name, true)

@@ -7,21 +7,27 @@ float64. tests/math/test_array.py covers pairs and triples of values, tests/atta
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from helpers.pair_cover import Ban
 from helpers.samples import random_sets
+from tolerance import PLAIN_ORDERS
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from gspo_kernels import KeptSets, Objective
 from gspo_kernels.objective import AGGREGATIONS, DIVERGENCES, KL_ESTIMATORS, RATIOS, SURROGATES
+from gspo_kernels.reference import mask_of_sets, projection_log_probs
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 from gspo_kernels.validation import ROUNDING
 
+Tensors = dict[str, Tensor]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TEMPERATURES: dict[str, Any] = {"1": 1.0, "number": 0.7, "tensor": torch.tensor(0.7)}
 WINDOWS = {"narrow": (3e-4, 4e-4), "wide": (0.2, 0.28), "open": (0.9, math.inf)}
 CEILINGS = {  # outside of the log-ratios of `_log_ratios`
     "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 1.9},
@@ -195,6 +201,16 @@ def text_of(row: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={str(value).replace(' ', '_')}" for name, value in changed.items())
 
 
+@contextmanager
+def repeatable(row: Mapping[str, Any], seed: int) -> Iterator[None]:
+    """Add the command that repeats a row to its error."""
+    try:
+        yield
+    except Exception as error:
+        repeat = f"python -m tests.attack --seed {seed} --row '{text_of(row)}'"
+        raise AssertionError(f"to repeat: {repeat}\n{type(error).__name__}: {error}") from error
+
+
 @dataclass
 class Case:
     """A batch of a row. Tensors are padded, [B, T, ...]; `arguments` lays them out."""
@@ -314,8 +330,6 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
     for name, divisor in (("normalizer", 17.0), ("kl_normalizer", 31.0)):
         if row[name]:
             case.normalizers[name] = number[row[name]](divisor)
-    from helpers.array import log_probs_of
-
     lp = log_probs_of(case)
 
     def log_probs(x: Tensor) -> Tensor:
@@ -412,3 +426,62 @@ def module_of(case: Case, leaves: Mapping[str, Tensor]) -> Any:
         head.lora_A[f"adapter{i}"].weight = leaves[f"A{i}"]
         head.lora_B[f"adapter{i}"].weight = leaves[f"B{i}"]
     return head
+
+
+# -- the head by formulas, over the n unmasked tokens
+
+
+def rounded(case: Case, x: Tensor, original: Tensor) -> Tensor:
+    """Round an operand as autocast does, without rounding its gradient."""
+    if not case.row["autocast"] or case.row["head_precision"] or original.dtype == torch.float64:
+        return x
+    return x + (original.bfloat16().to(x.dtype) - x).detach()
+
+
+def logits_of(case: Case, projection: Tensor) -> dict[str, Any]:
+    """Return the arguments of `projection_log_probs` for the unmasked tokens."""
+    row, dtype = case.row, projection.dtype
+    temperature = TEMPERATURES.get(row["temperature"])
+    if temperature is None:
+        temperature = case.tokens["temperature"][case.mask].to(dtype)
+    options = {"logit_scale": row["logit_scale"], "logit_softcap": row["logit_softcap"], "vocab_size": case.vocab}
+    return {"projection": projection, "temperature": temperature, **options}
+
+
+def project(case: Case, leaves: Tensors, order: int = 0) -> Tensor:
+    """Compute h W^T + bias with the adapters' terms, [n, V]. `order` permutes the terms of each logit.
+
+    From the fifth order on, it also moves each logit by up to two units in the last place, as other sums would.
+    """
+    original = case.tokens["hidden"][case.mask]
+    h = leaves["hidden"]
+    base, weight = rounded(case, h, original), rounded(case, leaves["weight"], case.leaves["weight"])
+    if order:
+        terms = torch.randperm(h.shape[1], generator=torch.Generator().manual_seed(order))
+        base, weight = base[:, terms], weight[:, terms]
+    bias = rounded(case, leaves["bias"], case.leaves["bias"]) if "bias" in leaves else None
+    out = linear(base, weight, bias)
+    for i, scaling in enumerate(case.scaling):
+        out = out + scaling * linear(linear(h, leaves[f"A{i}"]), leaves[f"B{i}"])
+    if order >= PLAIN_ORDERS[torch.float32]:
+        noise = 2 * torch.rand(out.shape, generator=torch.Generator().manual_seed(order)) - 1
+        out = out * (1 + 2 * torch.finfo(out.dtype).eps * noise)
+    return out
+
+
+def leaves_in(case: Case, dtype: torch.dtype) -> Tensors:
+    originals = {"hidden": case.tokens["hidden"][case.mask], **case.leaves}
+    return {name: x.detach().to(dtype).requires_grad_() for name, x in originals.items()}
+
+
+def log_probs_of(case: Case, full: bool = False) -> Tensor:
+    """Compute log-probs [B, T] in float64, 0 where masked. `full`: over the vocabulary, also with kept sets."""
+    ids, kept = case.tokens["target_ids"][case.mask], None if full else kept_of(case)
+    projection = project(case, leaves_in(case, torch.float64)).detach()
+    lp, _ = projection_log_probs(target_ids=ids, kept=kept, **logits_of(case, projection))
+    return torch.zeros(case.mask.shape, dtype=torch.float64).masked_scatter(case.mask, lp)
+
+
+def kept_of(case: Case) -> Tensor | None:
+    sets = case.tokens.get("kept_sets")
+    return None if sets is None else mask_of_sets(sets, case.vocab)[case.mask.reshape(-1)]

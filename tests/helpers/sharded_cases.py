@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from helpers.array import assert_results
-from helpers.features import build, text_of
+from helpers.features import build, repeatable
 from helpers.sharded_runs import Groups, owners, put_together, run_rank, size_of
 from torch import Tensor
 
@@ -80,9 +80,6 @@ def add_row(name: str, row: dict[str, Any], seed: int) -> None:
 def assert_row(case: Any, parts: list[Any], seed: int) -> None:
     tp = case.row["tp"]
     errors = [part for part in parts if isinstance(part, str)]
-    try:
+    with repeatable(case.row, seed):
         assert not errors, "\n".join(errors)
         assert_results(case, put_together(case, [parts[i : i + tp] for i in range(0, len(parts), tp)]))
-    except Exception as error:
-        repeat = f"python -m tests.attack --seed {seed} --row '{text_of(case.row)}'"
-        raise AssertionError(f"{type(error).__name__}: {error}\nTo repeat: {repeat}") from error

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from helpers.array import assert_right
-from helpers.features import BANS, FACTORS, OF_TRITON, PARAMETERS, SHARDED, TRIPLES_OF, build, row_of, text_of
+from helpers.device import on_device
+from helpers.features import BANS, FACTORS, OF_TRITON, PARAMETERS, SHARDED, TRIPLES_OF, build, repeatable, row_of
 from helpers.pair_cover import Ban, Rows, banned_values, pair_cover, seed_of_the_week
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
@@ -36,13 +37,11 @@ def rows_of_the_week() -> list[Any]:
 def check_row(row: dict[str, Any], seed: int) -> None:
     if "lora" in row["head"]:
         pytest.importorskip("peft")
-    try:
+    with repeatable(row, seed):
         assert_right(build(row, seed))
-    except Exception as error:
-        repeat = f"python -m tests.attack --seed {seed} --row '{text_of(row)}'"
-        raise AssertionError(f"{type(error).__name__}: {error}\nTo repeat: {repeat}") from error
 
 
+@on_device
 @pytest.mark.parametrize("row", rows_of_the_week())
 def test_a_row_of_the_week_equals_float64(row: dict[str, Any]) -> None:
     check_row(row, SEED)
@@ -73,6 +72,7 @@ PINNED = [
 ]
 
 
+@on_device
 @pytest.mark.parametrize("settings", PINNED)
 def test_a_pinned_row_equals_float64(settings: str) -> None:
     check_row(row_of(settings), 1)

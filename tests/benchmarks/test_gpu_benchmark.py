@@ -111,16 +111,3 @@ def test_block_shapes_are_ranked_and_wrong_results_are_not(kernel: str, monkeypa
     bench.expected = bench.expected * 1.01
     (record,) = bench.measure(tune.shapes(CPU, kernel)[-1:])
     assert record["failure"].startswith("off by") and tune.ranked([record]) == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="one case needs a machine without a GPU")
-def test_bad_options_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, message in {
-        "": "--device: PyTorch sees no GPU",
-        "--device warp": "argument --device: invalid choice: 'warp'",
-        "--device cpu rows": "groups: expected names such as D, A,",
-    }.items():
-        monkeypatch.setattr(sys, "argv", ["gpu", *options.split()])
-        with pytest.raises(SystemExit):
-            command.main()
-        assert message in capsys.readouterr().err

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from gspo_kernels.benchmarks import measure
-from gspo_kernels.benchmarks.report import outdated, pages, tables
+from gspo_kernels.benchmarks.report import pages, tables
 
 
 def results() -> dict[str, Any]:
@@ -43,36 +39,6 @@ def test_every_result_is_in_a_table_and_was_measured_from_a_clean_commit() -> No
         assert all(head["commit"] and head["uncommitted changes"] is False for head in (file, *parts)), name
 
 
-def test_results_older_than_statements_of_their_files_are_listed(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(
-            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    source, result = tmp_path / "gspo_kernels" / "policy.py", tmp_path / "benchmarks" / "results" / "step-cpu.json"
-    for path in (source, result):
-        path.parent.mkdir(parents=True)
-    source.write_text('"""Loss."""\nx = 1\n')
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "first")
-    result.write_text(json.dumps({"commit": git("rev-parse", "HEAD").strip()}))
-    source.write_text('"""The loss."""\n\nx = 1  # one\n')
-    assert outdated.outdated(tmp_path) == []
-    source.write_text("x = 2\n")
-    (line,) = outdated.outdated(tmp_path)
-    assert line.startswith("step-cpu.json: measured at ") and line.endswith("before changes of gspo_kernels/policy.py")
-    assert outdated.MOVED_BY.keys() == {stem.partition("-")[0] for stem in results()}
-
-
-def test_result_files_have_one_record_per_line(tmp_path: Path) -> None:
-    records = [{"x": 1 / 3, "y": [1, 2], "z": {"nan": float("nan")}}, {"x": 1e-9 / 3}]
-    text = measure.save("step", torch.device("cpu"), {"records": records}, tmp_path / "a.json").read_text()
-    assert '\n   {"x": 0.333333, "y": [1, 2], "z": {"nan": null}},\n   {"x": 3.33333e-10}\n' in text
-    assert json.loads(text)["suite"] == "step"
-
-
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make `pages` read copies of the results. Return the path of the copy that the figure is drawn from."""
@@ -85,13 +51,6 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_changed_number_makes_page_and_figure_stale(copied: Path) -> None:
     copied.write_text(copied.read_text().replace('"update": 0.92', '"update": 0.98', 1))
     assert pages.stale() == ["index.md", "readme-step.png"]
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"results": {}}', '{"results": {"shares": [{}]}}'])
-def test_a_damaged_or_partial_file_is_refused_with_a_one_line_message(text: str, copied: Path) -> None:
-    copied.write_text(text)
-    with pytest.raises(SystemExit, match=r"^.+: expected the complete results of a suite: .+\Z"):
-        pages.texts()
 
 
 def test_no_timed_candidate_has_wrong_gradients() -> None:

@@ -43,17 +43,6 @@ def test_known_errors_flip_the_expected_share_of_decisions() -> None:
         assert abs(3 / 48 - end) == pytest.approx(1.959964 * (end * (1 - end) / 48) ** 0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", precision.LENGTHS)
-def test_errors_of_answers_flip_the_share_of_decisions_that_the_normal_distribution_gives(length: int) -> None:
-    rng = torch.Generator().manual_seed(0)
-    of_answers = 2e-4 * torch.randn(400, 1, generator=rng, dtype=torch.float64)  # the error of each token of an answer
-    share = precision.wrong(of_answers.expand(-1, 512), length, rng).item()
-    chained = of_answers.view(-1) / max(1, length / 512) ** 0.5  # standard deviation of the mean of several answers
-    assert share == pytest.approx(flip_chance(chained).mean().item(), rel=0.1)
-    assert precision.wrong(torch.zeros(4, 512, dtype=torch.float64), length, rng) == 0
-
-
 def test_whole_models_round_less_in_fp16_than_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "HEADS", (NAIVE, OURS))
     results = run_tiny(precision, tmp_path / "results.json")

@@ -52,33 +52,6 @@ def test_bodies_and_samplers_in_half_precision_are_compared_with_fp32() -> None:
     assert len({str(by_update[label.replace("GSPO", "gspo")]["entropy"]) for label in bodies}) == len(bodies)
 
 
-def test_long_answers_are_trained_with_other_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compare.WARM_UP, "steps", 2)
-    results = trained(["gspo", "gspo-token"], "long", 0)
-    runs = results["runs"]
-    assert list(runs) == ["gspo", *(f"gspo{scores.WINDOW}{x:g}" for x in compare.WINDOWS["gspo"]), "gspo-token"]
-    for name, curve in runs["gspo"][0]["over training"].items():  # with one advantage per sequence, both are the same
-        assert runs["gspo-token"][0]["over training"][name] == pytest.approx(curve, rel=1e-5), name
-    assert scores.rows(results)[0][-1] == "answer length"
-
-
-def test_a_teacher_trains_beside_every_objective_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, nothing depends on the objective. The teacher itself is the same in every study."""
-    monkeypatch.setitem(compare.TAUGHT, "steps", 2)
-    gspo, grpo = (trained([name], "teachers", 0, learning_rate=5e-3) for name in ("gspo", "grpo"))
-    beside = [f"gspo{scores.TEACHER}{x:g}" for x in compare.COEFFICIENTS]
-    assert list(gspo["runs"]) == ["gspo", *beside, scores.ALONE]
-    assert gspo["settings"]["teacher"] == grpo["settings"]["teacher"]
-    alone, same = (x["runs"][scores.ALONE][0] for x in (gspo, grpo))
-    assert alone == same and not any(alone["by update"]["clip_fraction"])
-    first = {name: runs[0]["by update"].get("distillation", [0.0])[0] for name, runs in gspo["runs"].items()}
-    assert first["gspo"] == 0 < min(first[name] for name in (*beside, scores.ALONE))
-    assert len({str(runs[0]["by update"]["entropy"]) for runs in gspo["runs"].values()}) == len(first)
-    versus_alone = scores.difference(gspo["runs"], beside[0], scores.last_rewards, scores.ALONE)
-    means = [gspo["runs"][name][0]["held-out reward"][-1] for name in (beside[0], scores.ALONE)]
-    assert versus_alone == f"{means[0] - means[1]:+.3f}"
-
-
 def test_a_training_that_is_not_finite_stops_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(100))
 
@@ -130,17 +103,20 @@ def test_collapse_and_differences() -> None:
     assert found == expected and len(scores.changes(runs)) == 2
 
 
-def test_the_command_writes_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("study", ["dense", "long", "teachers"])
+def test_the_command_writes_results(study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "compare-cpu.json"
-    monkeypatch.setitem(compare.STUDIES, "dense", compare.Study(learning_rates=(1e-3, 3e-3), updates=(4,)))
-    result = CliRunner().invoke(app, ["compare", "--seeds", "0", "--steps", "1", "--output", str(path)])
+    small = compare.STUDIES[study]._replace(learning_rates=(1e-3, 3e-3), updates=(4,))
+    monkeypatch.setitem(compare.STUDIES, study, small)
+    for longer in (compare.WARM_UP, compare.TAUGHT):
+        monkeypatch.setitem(longer, "steps", 2)
+    options = ["--study", study, "--seeds", "0", "--steps", "1", "--output", str(path)]
+    result = CliRunner().invoke(app, ["compare", *options])
     assert result.exit_code == 0, result.output
-    assert "GRPO" in result.output and str(path) in result.output
-    saved = json.loads(path.read_text())
-    runs = saved["results"]["runs"]["grpo"]
-    assert saved["suite"] == "compare"
-    assert [(r["learning rate"], r["updates"]) for r in runs] == [(1e-3, 4), (3e-3, 4)]
-    assert [len(run["by update"]["clip_fraction"]) for run in runs] == [4, 4]
+    assert "GSPO" in result.output and str(path) in result.output
+    for runs in json.loads(path.read_text())["results"]["runs"].values():
+        assert [(r["learning rate"], r["updates"]) for r in runs] == [(1e-3, 4), (3e-3, 4)]
+        assert [len(run["by update"]["clip_fraction"]) for run in runs] == [4, 4]
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,3 @@ def test_wrong_arguments_print_one_line(run: Path, tmp_path: Path, source: str, 
     assert result.exit_code == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert message.format(**names) in result.stderr
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
-
-
-def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
-    folder = train(small(tmp_path, steps=2, checkpoint_every=1)).folder
-    result = CliRunner().invoke(app, ["eval", str(folder)])
-    command = f"gspo train --resume {folder} save=true"
-    assert result.exit_code == 1 and "expected the model model-seed0" in result.stderr and command in result.stderr
-    assert CliRunner().invoke(app, command.split()[1:]).exit_code == 0
-    assert CliRunner().invoke(app, ["eval", str(folder), "n=0"]).exit_code == 0

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from gspo_kernels import Objective
-from gspo_kernels.integrations.reference_trainer import train_config
 from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample, sampler_weights
 from gspo_kernels.integrations.tasks import Example
-from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 EXAMPLES = [Example("sort ba:", "ab"), Example("sort fedcb:", "bcdef")] * 4
 
@@ -60,21 +55,3 @@ def test_rounded_weights_sample_and_the_exact_ones_come_back(policy: Policy) -> 
     with pytest.raises(KeyboardInterrupt), sampler_weights(policy, "bf16"):
         raise KeyboardInterrupt
     assert all(map(torch.equal, before, policy.model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("option", "corrections"),
-    [
-        ({"level": "sequence", "mode": "mask", "high": "3e0"}, RolloutCorrection("sequence", "mask", high=3.0)),
-        (
-            "[{level: geometric, mode: gate, low: 0.99, high: 1.01}, {level: token, high: inf}]",
-            (RolloutCorrection("geometric", "gate", 0.99, 1.01), RolloutCorrection("token", high=math.inf)),
-        ),
-        ("none", None),
-    ],
-)
-def test_corrections_are_an_option_that_a_record_keeps(option: Any, corrections: Any) -> None:
-    config = train_config(rollout_correction=option)
-    assert config.objective.rollout_correction == corrections
-    assert train_config(**json.loads(json.dumps(config.to_dict()))).objective == config.objective
-    assert train_config(objective=Objective(rollout_correction=corrections)).objective == config.objective

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,7 @@ from gspo_kernels.integrations.reference_trainer import (
     read_config,
     train,
 )
-from gspo_kernels.integrations.reference_trainer.data import components_of
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
-from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
 from gspo_kernels.integrations.tasks import RewardComponent, task_by_name
 from gspo_kernels.tools.cli import app
 
@@ -108,20 +105,6 @@ def test_training_goes_on_if_a_call_succeeds_or_only_a_later_evaluation_fails(
     assert f"{when} One of them: flaky: ConnectionError" in capsys.readouterr().out
 
 
-def test_rewards_from_python_are_functions_or_components() -> None:
-    def length(completion: str, answer: str) -> float:
-        return float(len(completion))
-
-    half = RewardComponent("half", 0.5, length)
-    assert components_of([length, half]) == (RewardComponent("length", 1.0, length), half)
-    assert components_of(half) == (half,)  # type: ignore[arg-type]
-    for wrong in ("file.py:length", [length, "length"]):
-        with pytest.raises(
-            InputError, match=r"reward: expected a function, such as function\(completion, answer\), or a list .*, got"
-        ):
-            components_of(wrong)  # type: ignore[arg-type]
-
-
 # Stopping
 
 
@@ -151,27 +134,6 @@ def test_ctrl_c_saves_the_model_and_prints_its_folder(tmp_path: Path) -> None:
     files = {"checkpoint.pt", "config.json", "curves.png", "held_out.jsonl", "metrics.jsonl", "samples.jsonl"}
     assert {p.name for p in model.parent.iterdir()} == files | {"model-seed0"}
     assert [row["step"] for row in rows_of(model.parent)][:5] == [0, 1, 2, 3, 4]
-
-
-def test_signal_handlers_replace_defaults_in_the_main_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = []
-
-    def enter() -> None:
-        with StopSignals():
-            handlers.append([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)])
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        enter()
-        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    assert handlers[0] == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert handlers[1][1] == signal.SIG_IGN
 
 
 # What a run prints

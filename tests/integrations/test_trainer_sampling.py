@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.reference_runs import rows_of, small
-from tolerance import MODEL_LOG_PROB_ABSOLUTE
 
-from gspo_kernels.integrations.reference_trainer import held_out, policy, read_config, train, update
-from gspo_kernels.integrations.reference_trainer.sampling import Truncation, answers_to, choose, padded
+from gspo_kernels.integrations.reference_trainer import held_out, policy, train
+from gspo_kernels.integrations.reference_trainer.sampling import answers_to, choose
 from gspo_kernels.integrations.tasks import Example, RewardComponent
 
 SIX = [Example(f"sort {letters}:", "") for letters in ("abc", "fed", "abc", "c", "fedcba", "ab")]
@@ -114,32 +113,6 @@ def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypa
 
 
 # Truncated sampling
-
-
-def test_log_probs_over_the_kept_ids_are_those_of_the_sampler(demo: policy.Policy) -> None:
-    truncation = Truncation(top_k=8, top_p=0.8, min_p=0.02)
-    answers = answers_to(demo, SIX, group_size=2, max_new_tokens=6, temperature=0.9, truncation=truncation, seeds=SEEDS)
-    rollout = padded(demo, answers)
-    sets = rollout.kept_sets
-    assert sets is not None
-    sizes = sets.sizes.view(rollout.answer_mask.shape)
-    assert (sizes[rollout.answer_mask] >= 1).all() and not sizes[~rollout.answer_mask].any() and sizes.max() <= 8
-    for replayed in (True, False):
-        config = read_config(texts=["temperature=0.9", f"replay_kept_sets={str(replayed).lower()}"])
-        computed = update.log_probs_of(config, demo, rollout)
-        difference = (computed - rollout.log_probs)[rollout.answer_mask]
-        if replayed:
-            assert difference.abs().max() <= MODEL_LOG_PROB_ABSOLUTE
-        else:  # log of the kept ids' probability
-            assert difference.max() <= MODEL_LOG_PROB_ABSOLUTE and difference.mean() < -0.02
-    some = update.take(rollout, torch.tensor([3, 1])).kept_sets
-    assert torch.equal(some.sizes, sizes[[3, 1]].flatten())
-
-
-def test_a_run_with_truncated_sampling_starts_at_a_ratio_of_1(tmp_path: Path) -> None:
-    options: dict[str, Any] = dict(top_p=0.7, top_k=12, updates_per_rollout=1, steps=1)
-    row = rows_of(train(small(tmp_path, old_log_probs="sampler", **options)).folder)[1]
-    assert abs(row["ratio_mean"] - 1) < 1e-5 and "kept_singletons" in row
 
 
 # Rewards that use random numbers

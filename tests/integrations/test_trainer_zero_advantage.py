@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.reference_runs import moe_checkpoint, small
 from torch import nn
 
-from gspo_kernels.integrations.reference_trainer import InputError, zero_advantage
+from gspo_kernels.integrations.reference_trainer import zero_advantage
 from gspo_kernels.integrations.reference_trainer.config import TrainConfig
 from gspo_kernels.integrations.reference_trainer.loading import initial_policy
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
@@ -38,22 +37,6 @@ def test_all_processes_run_equally_many_rows(
         live[0] = live[5] = True  # four live rows among `rows`
     assert rows_to_run(live, rows).tolist() == expected
     assert torch.equal(rows_to_run(None, rows), rows)
-
-
-SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"kl_coef": 0.1}, "kl_coef=0.1"),
-    ({"entropy_coef": 0.01}, "entropy_coef=0.01"),
-    ({"advantages": [{"subtract_kl": {"kl_coef": 0.1, "kl_estimator": "k1"}}]}, "advantages that contain a KL"),
-]
-
-
-@pytest.mark.parametrize(("options", "reason"), SETTINGS)
-def test_a_setting_that_makes_skipping_inexact_is_named(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    policy = demo_policy()
-    assert skipping(small(tmp_path, **options), policy)[::2] == (False, f"skip_zero_advantage=false ({reason})")
-    with pytest.raises(InputError, match=f"skip_zero_advantage: expected false or none with {reason}, got true"):
-        skipping(small(tmp_path, skip_zero_advantage="true", **options), policy)
-    assert not skipping(small(tmp_path, skip_zero_advantage=False), policy).is_on
 
 
 def test_a_part_of_the_model_that_makes_skipping_inexact_is_named(tmp_path: Path) -> None:

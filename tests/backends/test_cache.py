@@ -212,9 +212,9 @@ def test_a_budget_refuses_a_gradient_of_the_entropies(backend: str) -> None:
 
 def test_the_backward_uses_the_workspace_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch backend keeps exponentials in slabs, whose width depends on the workspace."""
-    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(20_000, 4)
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    log_probs = linear_log_probs(hidden[None], weight, ids, cache_mib=100, backend="torch").log_probs
+    hidden, weight = torch.randn(128, 4, requires_grad=True), torch.randn(20_000, 4)  # a chunk, used without a copy
+    ids = torch.zeros(1, 128, dtype=torch.int64)
+    log_probs = linear_log_probs(hidden[None], weight, ids, cache_mib=100, logit_softcap=9.0, backend="torch").log_probs
     (expected,) = torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
     log_probs.sum().backward()

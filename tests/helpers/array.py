@@ -160,6 +160,7 @@ def run(case: Case, **groups: Any) -> Results:
         assert total.requires_grad == bool(wanted)
         gradients = to_device(torch.autograd.grad(total, list(wanted.values())) if wanted else (), "cpu")
     found = dict(out.pop("metrics"))
+    assert all(type(x) is Tensor for x in metrics.last_backward().values())  # not the tracer's
     if row["entry"] == "chained" and wanted and not row["compile"]:
         found |= {f"backward {name}": x for name, x in to_device(metrics.last_backward(), "cpu").items()}
     outputs = {name: x.detach() for name, x in out.items() if x is not None}

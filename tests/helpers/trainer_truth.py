@@ -114,6 +114,8 @@ class Truth:
             assert not first_epoch or taken.numbers["ratio_min"] == taken.numbers["ratio_max"] == 1
         self.check_optimizer(optimizer, before, taken.numbers)
         assert 0 <= taken.numbers.get("dropped_gradient_mass", 0) <= config.gradient_budget
+        if policy.row_checkpoint and not policy.row_checkpoint.fallbacks:
+            assert 0 <= taken.numbers["rows_differentiated"] <= 1
         of_step = None
         if expected is not None and not self.is_undecided(expected):
             self.check_update(optimizer, taken.numbers, expected)

@@ -134,7 +134,8 @@ def test_a_run_writes_each_held_out_reward_with_its_interval_and_change(tmp_path
     table = report.table()
     assert [*table.columns[1].cells] == ["total", "length", "brief"]
     assert [*table.columns[5].cells] == ["12", "12", str(applies)]
-    assert all(re.fullmatch(r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", x) for x in map(str, table.columns[3].cells))
+    texts = [str(x) for column in table.columns[2:4] for x in column.cells]  # start and end
+    assert all(re.fullmatch(r"\d+\.\d{3} \[\d+\.\d{3}, \d+\.\d{3}\]", x) for x in texts)
 
 
 def test_prompts_of_eval_data_are_evaluated_and_all_others_trained_on(tmp_path: Path) -> None:

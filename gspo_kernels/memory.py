@@ -1,7 +1,6 @@
-"""The cost of a batch: an upper bound on memory, what `cache_mib` saves, and collectives. Nothing is allocated.
+"""The cost of a batch: an upper bound on memory, and what `cache_mib` saves. Nothing is allocated.
 
-With several ranks, all numbers are for one rank. `gspo doctor --memory` and the table in docs/concepts/sharding.md
-come from these functions.
+`gspo doctor --memory` prints these numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +25,6 @@ MIB = 2**20
 PADDED_TO = 128  # Megatron's default for --make-vocab-size-divisible-by, which it multiplies by the number of ranks
 MEMORY_GIB = (80, 140)  # GPU memory sizes for which the plan lists the default cache if this machine has no GPU
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # cache sizes in the table, as shares of a cache for all rows
-# The RL-like step has the batch of `gspo bench` with 8 sequences. 2 have advantage 0, which is known before the
-# forward, so nothing is kept for them. 1 is clipped; its exponentials still take up space in the cache.
-LIVE, MAY_BE_LIVE = 5 / 8, 6 / 8
 NARROWEST_TILE = 128  # columns, of all block shapes for half precision and fp32
 TILE_OF_TRL = (4096, 32768)  # rows and columns of a tile of logits in TRL 1.16's head
 _min: Any = torch.sym_min  # torch.compile may replace the number of tokens by a symbol
@@ -57,40 +53,21 @@ class Bound:
 
 @dataclass(frozen=True)
 class Size:
-    """A cache size, and the matrix passes of forward and backward with it, over all tokens of the batch."""
+    """A cache size, and the matrix passes of forward and backward with it, if every row has a gradient."""
 
     cache_mib: int
-    kept_rows: float  # share of the rows that run whose exponentials fit
-    passes_dense: float  # every row that runs has a gradient
-    passes_rl_like: float | None  # None if the batch has its own share of answers with advantage 0
+    kept_rows: float  # share of the rows whose exponentials fit
+    passes: float
     peak_mib: float  # upper bound, `Bound.peak`
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A collective of a step, and the bytes that each rank passes to it and receives from it."""
-
-    group: str  # "tp_group" or "cp_group"
-    kind: str  # "all-gather" or "all-reduce"
-    of: str
-    ranks: int
-    size: int  # bytes that each rank passes
-    per_sequence: int = 0  # more bytes, for every sequence of the batch
-
-    @property
-    def received(self) -> float:
-        """Bytes that each rank receives in a ring algorithm, without `per_sequence`."""
-        return self.size * (self.ranks - 1) / (1 if self.kind == "all-gather" else self.ranks / 2)
-
-
 class Batch(NamedTuple):
-    """A batch, and the ranks that compute it."""
+    """The sizes of a batch, and the number of ranks that share the vocabulary."""
 
-    tokens: int  # N, over all ranks of the cp_group
+    tokens: int  # N
     width: int  # H
     vocab: int  # V, without padding
     tp: int = 1
-    cp: int = 1
 
     @property
     def rows_of_weight(self) -> int:
@@ -103,7 +80,7 @@ class Batch(NamedTuple):
         def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=of, device=device)
 
-        n = -(-self.tokens // self.cp)
+        n = self.tokens
         ids = empty(n, of=torch.int64)
         mask = empty(n, of=torch.bool)
         hidden, weight = empty(n, self.width), empty(self.rows_of_weight, self.width)
@@ -167,7 +144,7 @@ def full_logits_bytes(tokens: int, width: int, vocab: int, item: int, frozen: bo
     """Lower bound on the peak memory of full logits beyond the inputs, in bytes.
 
     The backward of the softmax has three tensors [N, V] in the dtype of the logits; then the gradients of the operands
-    are computed from one of them. Full logits that are cast to fp32 take more (`peaks_of_others`).
+    are computed from one of them. Full logits that are cast to fp32 take more.
     """
     logits = item * tokens * vocab
     return _max(3 * logits, logits + item * width * (tokens + (0 if frozen else vocab)))
@@ -247,37 +224,6 @@ def _gathered_rows(head: HeadRows, backend: str) -> int:
     return -(-head.hidden.shape[0] // rows) * rows
 
 
-def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False) -> list[Collective]:
-    """List the collectives of forward and backward. Hidden states need a gradient, and all rows are unmasked.
-
-    Args:
-        head: the head of one rank.
-        backend: "torch" or "triton".
-        cp: number of ranks that share each sequence.
-        caches: whether cache_mib is nonzero.
-    """
-    found = []
-    if head.shard:
-        tiles = shard_of(head.shard).tiles(_tile_width(head, backend))
-        numbers = (3 if head.entropy else 2) * tiles[0] + 1  # and the target's logit
-        size = numbers * _gathered_rows(head, backend) * accumulator(head.hidden.dtype).itemsize
-        found.append(Collective("tp_group", "all-gather", "the results of tiles", len(tiles), size))
-    if cp > 1:
-        found.append(Collective("cp_group", "all-gather", "the sums before the clip gate", cp, 0, per_sequence=3 * 8))
-        found.append(Collective("cp_group", "all-gather", "the sums after it", cp, 0, per_sequence=7 * 8))
-        if caches:
-            found.append(Collective("cp_group", "all-gather", "the work of the backward", cp, 6 * 8))
-    if head.shard:
-        ranks = shard_of(head.shard).ranks
-        found.append(Collective("tp_group", "all-reduce", "d_hidden", ranks, head.hidden.nbytes))
-    return found
-
-
-def shards_are_aligned(head: HeadRows, backend: str) -> bool:
-    """True if every shard begins at a tile. Log-probs then have the same bits as in a single process."""
-    return not head.shard or shard_of(head.shard).rows % _tile_width(head, backend) == 0
-
-
 def full_cache_mib(head: HeadRows, backend: str) -> int:
     """The smallest `cache_mib` that holds the exponentials of all rows."""
     kernels = dispatch.implementation(backend)
@@ -287,47 +233,22 @@ def full_cache_mib(head: HeadRows, backend: str) -> int:
     return bisect_left(range(most + 1), n, key=lambda mib: kernels.cache_rows(head, mib * MIB))
 
 
-def passes(kept_rows: float, frozen: bool = False) -> tuple[float, float]:
-    """Count the passes of a dense step and of an RL-like step, if a share `kept_rows` of all rows fits the cache.
-
-    The forward is one pass. The backward takes one for each gradient of each live row, that of the hidden states and,
-    unless the head is frozen, that of the head, and another if the row's logits are recomputed.
-    """
-    gradients = 1 if frozen else 2
-    of_rl_like = min(1.0, kept_rows / MAY_BE_LIVE)  # the clipped sequences may be anywhere in the batch
-    return 1 + (gradients + 1 - kept_rows), 1 + LIVE * (gradients + 1 - of_rl_like)
-
-
 def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int, frozen: bool = False) -> Size:
-    """Compute the passes and the peak memory of a step with `cache_mib`. A cache for all rows takes `full_mib`."""
+    """Compute the passes and the peak memory of a step with `cache_mib`. A cache for all rows takes `full_mib`.
+
+    The forward is one pass. The backward takes one for the gradient of the hidden states, one for the head's unless the
+    head is frozen, and another for rows whose logits are recomputed.
+    """
     n = head.hidden.shape[0]
     kept = min(dispatch.implementation(backend).cache_rows(head, cache_mib * MIB), n) / n
-    most = min(cache_mib, full_mib)
-    return Size(cache_mib, kept, *passes(kept, frozen), bound(head, backend, most * MIB, frozen).peak / MIB)
+    passes = 1 + (1 if frozen else 2) + (1 - kept)
+    return Size(cache_mib, kept, passes, bound(head, backend, min(cache_mib, full_mib) * MIB, frozen).peak / MIB)
 
 
 def sizes(head: HeadRows, backend: str, frozen: bool = False) -> list[Size]:
     """Compute passes and peak memory for several cache sizes, from no cache to a cache for all rows."""
     full = full_cache_mib(head, backend)
     return [size(head, backend, mib, full, frozen) for mib in sorted({math.ceil(share * full) for share in SHARES})]
-
-
-def peaks_of_others(tokens: int, width: int, vocab: int) -> dict[str, int]:
-    """Peak memory of other implementations beyond their inputs, in bytes, for a head in half precision.
-
-    The formulas count tensors, and give the peaks that were measured on an H200 within 1 %
-    (benchmarks/results/gpu-nvidia-h200.json). They hold for batches of thousands of tokens.
-    """
-    d_weight, d_hidden = 2 * vocab * width, 2 * tokens * width
-    parts = -(-vocab // width)
-    chunk = min(2 ** math.ceil(math.log2(-(-tokens // parts))), tokens)  # of Liger's tokens, a power of two
-    return {
-        "full logits": 3 * 4 * tokens * vocab,  # three fp32 tensors in the backward
-        "full logits, torch.compile": 6 * tokens * vocab,
-        "TRL 1.16's fused head": trl_head_bytes(tokens, width, vocab, item=2),
-        "Liger's fused cross-entropy": d_weight + d_hidden + 4 * chunk * vocab,
-        "cut-cross-entropy": d_weight + d_hidden,
-    }
 
 
 def default_caches(device: torch.device, architecture: str | None, largest: int) -> dict[str, int]:
@@ -348,90 +269,48 @@ def default_caches(device: torch.device, architecture: str | None, largest: int)
 
 @dataclass(frozen=True)
 class Plan:
-    """What `gspo doctor --memory` prints, for one rank."""
+    """What `gspo doctor --memory` prints."""
 
     where: str  # the batch and the backend
     device: str  # an architecture, or "cuda" or "cpu" for this machine
-    tokens: int  # N
-    tokens_run: int  # without the tokens of answers with advantage 0
     sizes: list[Size]
     defaults: dict[str, Size]  # by the keys of `default_caches`
-    stock: int  # bytes of TRL 1.16's head for all tokens; 0 with several ranks, which it does not support
+    stock: int  # bytes of TRL 1.16's head
     frozen: bool
     bound: Bound  # without a cache
-    inputs: dict[str, int]  # bytes of the hidden states that run and of the rank's part of the head
-    collectives: list[Collective]
-    with_entropies: int  # bytes of the all-gather of tile results with entropies; 0 without a tp_group
-    aligned: bool
-    tile_width: int  # columns
-    operations_per_pass: float  # over all tokens
-    others: dict[str, int]  # `peaks_of_others`; {} in fp32, with a frozen head or with several ranks
+    inputs: dict[str, int]  # bytes of the hidden states and of the head
 
 
-def plan(
-    batch: Batch,
-    dtype: torch.dtype | None,
-    architecture: str | None,
-    frozen: bool = False,
-    zero_advantage: float = 0.0,
-) -> Plan:
+def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None, frozen: bool = False) -> Plan:
     """Make the plan for a GPU architecture, or for this machine if `architecture` is None.
 
     Args:
-        batch: the batch of all answers.
+        batch: the sizes of the batch.
         dtype: of the operands; None: bf16 with Triton, else fp32.
         architecture: such as "sm_90", or None.
         frozen: the head needs no gradient.
-        zero_advantage: share of the tokens whose answers have advantage 0, which do not run. At least one token of
-            each rank runs.
     """
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
     backend = "triton" if architecture else dispatch.pick_backend(TensorChecks("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
     needs = NeedsGradient(True, not frozen, False, False, False)
-    one_rank = batch.tp * batch.cp == 1
-    tokens = -(-batch.tokens // batch.cp)
-    live = batch._replace(tokens=batch.cp * max(round(tokens * (1 - zero_advantage)), 1))
+    n, width, vocab = batch.tokens, batch.width, batch.vocab
     with _assumed(architecture), FakeTensorMode():
-        head, with_entropies = live.head(dtype, device), live.head(dtype, device, entropy=True)
-        n, width = head.hidden.shape
-        columns = head.vocab_size
+        head = batch.head(dtype, device)
         caches = default_caches(device, architecture, largest_default_cache(head, needs, backend) // MIB)
         full = full_cache_mib(head, backend)
-        of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if not one_rank else ""
-        vocab = f"{head.weight.shape[0]:,} rows of V = {batch.vocab:,}" if head.shard else f"V = {batch.vocab:,}"
         name = str(dtype).removeprefix("torch.")
-        not_run = f" of {tokens:,}" if n < tokens else ""
         where = architecture or device.type
         return Plan(
-            where=f"{of_ranks}{n:,}{not_run} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, {where}",
+            where=f"{n:,} tokens, H = {width:,}, V = {vocab:,}, {name}, {backend} backend, {where}",
             device=where,
-            tokens=tokens,
-            tokens_run=n,
-            sizes=[_of_batch(x, n / tokens) for x in sizes(head, backend, frozen)],
-            defaults={
-                place: _of_batch(size(head, backend, mib, full, frozen), n / tokens) for place, mib in caches.items()
-            },
-            stock=trl_head_bytes(batch.tokens, width, columns, dtype.itemsize, frozen) if one_rank else 0,
+            sizes=sizes(head, backend, frozen),
+            defaults={place: size(head, backend, mib, full, frozen) for place, mib in caches.items()},
+            stock=trl_head_bytes(n, width, vocab, dtype.itemsize, frozen),
             frozen=frozen,
             bound=bound(head, backend, 0, frozen),
             inputs={"hidden": head.hidden.nbytes, "weight": head.weight.nbytes},
-            collectives=collectives(head, backend, batch.cp, caches=True),
-            with_entropies=sum(x.size for x in collectives(with_entropies, backend) if x.kind == "all-gather"),
-            aligned=shards_are_aligned(head, backend),
-            tile_width=_tile_width(head, backend),
-            operations_per_pass=2.0 * tokens * width * columns,
-            others=peaks_of_others(batch.tokens, width, columns)
-            if dtype.itemsize == 2 and one_rank and not frozen
-            else {},
         )
-
-
-def _of_batch(of_rows_that_run: Size, share: float) -> Size:
-    """Count passes over all tokens of a batch if only a share of them runs."""
-    if share == 1:
-        return of_rows_that_run
-    return replace(of_rows_that_run, passes_dense=share * of_rows_that_run.passes_dense, passes_rl_like=None)
 
 
 def _assumed(architecture: str | None) -> Any:

@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 
 from ..measure import RESULTS, ROOT
-from . import outdated, scale
+from . import outdated
 from .tables import H200, TABLES, Results, conditions
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 FIGURE, SOURCES = DOCS / "figures" / "readme-step.png", (f"skip-{H200}", "precision-cpu")
-BLOCK = re.compile(r"(<!-- (?:measured|counted): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- measured: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def texts() -> dict[Path, str]:
     """The new texts of the pages with tables, by path."""
     files = load()
     every = {stem: file["results"] for stem, file in files.items()}
-    tables = TABLES | {"conditions": lambda _: conditions(files), "ranks": lambda _: scale.per_rank()}
+    tables = TABLES | {"conditions": lambda _: conditions(files)}
 
     def filled(path: Path, block: re.Match[str]) -> str:
         start, name, end = block.groups()

@@ -216,22 +216,9 @@ def doctor(
             help="With --memory: fp32, bf16 (also under autocast) or fp16. (default: bf16 with Triton, else fp32)"
         ),
     ] = None,
-    tp: Annotated[
-        int | None, typer.Option(help="With --memory: ranks that share the vocabulary (tp_group). (default: 1)")
-    ] = None,
-    cp: Annotated[
-        int | None, typer.Option(help="With --memory: ranks that share the N tokens (cp_group). (default: 1)")
-    ] = None,
     lora: Annotated[
         bool, typer.Option("--lora", help="With --memory: the head is frozen, as with LoRA on other layers.")
     ] = False,
-    zero_advantage: Annotated[
-        float | None,
-        typer.Option(
-            help="With --memory: share of the tokens, such as 0.5, in answers with advantage 0, which GSPOTrainer does "
-            "not run. (default: 0)"
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Report what is installed, which backend runs on each device, and whether its results are correct.
@@ -244,8 +231,8 @@ def doctor(
     if model is not None and memory is not None:
         raise typer.BadParameter("cannot be combined with --memory", param_hint="--model")
     plans = model is not None or memory is not None
-    _only_with("--memory or --model", plans, {"--architecture": architecture, "--dtype": dtype, "--tp": tp, "--cp": cp})
-    _only_with("--memory or --model", plans, {"--lora": lora or None, "--zero-advantage": zero_advantage})
+    of_plans = {"--architecture": architecture, "--dtype": dtype, "--lora": lora or None}
+    _only_with("--memory or --model", plans, of_plans)
     batch: tuple[int, ...] | None = None
     if model is not None and tokens is not None:
         batch = sizes_of_model(model, tokens)
@@ -255,8 +242,7 @@ def doctor(
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
     if batch is not None:
-        ranks = (1 if tp is None else tp, 1 if cp is None else cp)
-        verdict, ok, details = memory_of(batch, dtype, architecture, ranks, lora, zero_advantage or 0.0, console)
+        verdict, ok, details = memory_of(batch, dtype, architecture, lora, console)
     else:
         verdict, ok, details = diagnose(console)
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)

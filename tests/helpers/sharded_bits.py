@@ -17,6 +17,7 @@ from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, memory, policy_loss, validation
+from gspo_kernels.backends.torch.tiles import tiling
 from gspo_kernels.ranks import agreement
 
 GATHER = ("all_gather_into_tensor", "all_gather_single")
@@ -80,13 +81,6 @@ def counted() -> Iterator[list[tuple[str, int]]]:
         yield calls
 
 
-def planned(tokens: int, vocab: int, backend: str, entropy: bool = False, **ranks: int) -> list[tuple[str, int]]:
-    """Return (name, bytes that a rank sends) of the collectives that `gspo doctor --memory` lists."""
-    batch = memory.Batch(tokens, H, vocab, **ranks)
-    listed = memory.collectives(batch.head(torch.float32, entropy=entropy), backend, batch.cp)
-    return [({"all-gather": "gather", "all-reduce": "all_reduce"}[x.kind], x.size) for x in listed]
-
-
 @case("collectives tp", 2)
 def _collectives_tp(context: Context) -> None:
     group = context.group(2)
@@ -107,11 +101,11 @@ def _collectives_tp(context: Context) -> None:
     table = [("gather", 4 * N * (2 * tiles + 1))]
     with_entropy = [("gather", 4 * N * (3 * tiles + 1))]
     d_hidden = [("all_reduce", 4 * N * H)]
-    assert planned(N, vocab, "triton", tp=2) == table + d_hidden
-    assert planned(N, vocab, "triton", tp=2, entropy=True) == with_entropy + d_hidden
-    for entropy in (False, True):
-        forward, backward = run((True, True), backend="torch", entropy=entropy)
-        assert forward + backward == planned(N, vocab, "torch", tp=2, entropy=entropy)
+    of_torch = tiling(memory.Batch(N, H, vocab, tp=2).head(torch.float32))
+    padded, tiles = -(-N // of_torch.rows) * of_torch.rows, -(-vocab // 2 // of_torch.columns)
+    for numbers in (2, 3):
+        results = 4 * padded * (numbers * tiles + 1)
+        assert run((True, True), backend="torch", entropy=numbers == 3) == ([("gather", results)], d_hidden)
     assert run((True, True)) == (table, d_hidden)
     assert run((True, True), entropy=True) == (with_entropy, d_hidden)
     assert run((True, True), gradient_budget=0.01) == (table, d_hidden)
@@ -150,7 +144,6 @@ def _collectives_cp(context: Context) -> None:
         return calls
 
     fused()
-    for options in ({}, {"cache_mib": 1.0}):
-        head = memory.Batch(N, H, 64, cp=2).head(torch.float32)
-        listed = memory.collectives(head, "torch", cp=2, caches=bool(options))
-        assert fused(**options) == [("gather", x.size + x.per_sequence * sequences) for x in listed]
+    sums = [("gather", 8 * 3 * sequences), ("gather", 8 * 7 * sequences)]
+    assert fused() == sums
+    assert fused(cache_mib=1.0) == [*sums, ("gather", 8 * 6)]  # the work of the backward

@@ -32,7 +32,7 @@ BLOCKS = {
     "concepts/backward.md": ["run", "gspo"],
     "concepts/gspo.md": ["run"],
     "concepts/log_probs.md": ["run"],
-    "concepts/sharding.md": ["example", *["distributed/test_sharded.py"] * 2, "gspo"],
+    "concepts/sharding.md": ["example", *["distributed/test_sharded.py"] * 2],
     "guides/long_runs.md": ["gspo"],
     "guides/precision.md": ["integrations/test_clip_noise.py"],
     "guides/teachers.md": ["run"],

@@ -14,7 +14,6 @@ from rich.table import Table
 
 SIZES_OF_HEAD = {"H": (1, 2**16), "V": (2, 2**22)}  # (smallest, largest)
 MOST_TOKENS = 2**31
-MOST_RANKS = 4096  # in a process group
 
 
 def diagnose(console: Console) -> tuple[str, bool, dict[str, Any]]:
@@ -53,28 +52,9 @@ def diagnose(console: Console) -> tuple[str, bool, dict[str, Any]]:
 
 
 def memory_of(
-    batch: tuple[int, ...],
-    dtype: str | None,
-    architecture: str | None,
-    ranks: tuple[int, int],
-    frozen: bool,
-    zero_advantage: float,
-    console: Console,
+    batch: tuple[int, ...], dtype: str | None, architecture: str | None, frozen: bool, console: Console
 ) -> tuple[str, bool, dict[str, Any]]:
-    """Print what `cache_mib` saves for a batch (N, H, V), and the memory and collectives of its loss, for one rank.
-
-    `ranks`: the sizes of the tp_group and the cp_group. `frozen` and `zero_advantage` are arguments of `memory.plan`.
-    Returns the same as `diagnose`.
-    """
-    n, width, vocab = batch
-    for option, number in zip(("--tp", "--cp"), ranks, strict=True):
-        if not 1 <= number <= MOST_RANKS:
-            raise typer.BadParameter(f"expected 1 to {MOST_RANKS:,} ranks, got {number}", param_hint=option)
-    if n % ranks[1]:
-        raise typer.BadParameter(f"expected a divisor of N = {n:,} tokens, got {ranks[1]}", param_hint="--cp")
-    if not 0 <= zero_advantage < 1:
-        expected = f"expected a share from 0 to below 1, got {zero_advantage:g}"
-        raise typer.BadParameter(expected, param_hint="--zero-advantage")
+    """Print the memory of the loss for a batch (N, H, V), and what `cache_mib` saves. Return the same as `diagnose`."""
     from .checks import DTYPES
 
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -85,36 +65,22 @@ def memory_of(
         _check_architecture(architecture)
     from ... import memory
 
-    planned = memory.plan(
-        memory.Batch(n, width, vocab, *ranks),
-        None if name is None else DTYPES[name],
-        architecture,
-        frozen,
-        zero_advantage,
-    )
+    planned = memory.plan(memory.Batch(*batch), None if name is None else DTYPES[name], architecture, frozen)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    rl_like = planned.tokens_run == planned.tokens
-    names = ("passes,\ndense step", "passes,\nRL-like step") if rl_like else ("passes",)
-    for column in ("cache_mib", "rows\nkept", *names, "peak, MiB,\nat most"):
+    for column in ("cache_mib", "rows\nkept", "passes", "peak, MiB,\nat most"):
         table.add_column(column, justify="right", no_wrap=True)
     for x in planned.sizes:
-        numbers = [f"{x.passes_dense:.2f}", *([f"{x.passes_rl_like:.2f}"] if rl_like else ()), f"{x.peak_mib:,.0f}"]
-        table.add_row(f"{x.cache_mib:,}", f"{x.kept_rows:.0%}", *numbers)
+        table.add_row(f"{x.cache_mib:,}", f"{x.kept_rows:.0%}", f"{x.passes:.2f}", f"{x.peak_mib:,.0f}")
     console.print(table)
     for line in _lines_of(planned):
         console.print(line, markup=False, soft_wrap=True)
     verdict = f"{planned.where}: cache_mib={planned.sizes[-1].cache_mib} keeps all rows."
     details = {
-        "tokens": planned.tokens,
-        "tokens_run": planned.tokens_run,
         "sizes": [asdict(x) for x in planned.sizes],
         "defaults": {where: asdict(x) for where, x in planned.defaults.items()},
-        "stock_mib": planned.stock / 2**20 if planned.stock else None,
+        "stock_mib": planned.stock / 2**20,
         "bound_mib": _mib(asdict(planned.bound)),
         "inputs_mib": _mib(planned.inputs),
-        "others_mib": _mib(planned.others),
-        "operations_per_pass": planned.operations_per_pass,
-        "collectives": [{**asdict(x), "received": x.received} for x in planned.collectives],
     }
     return verdict, True, details
 
@@ -159,62 +125,25 @@ def _lines_of(planned: Any) -> list[str]:
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
-    lines = ["Memory on top of the inputs, and passes of a dense step:"]
-    rl_like = " RL-like, as in gspo bench: of 8 sequences, 2 have advantage 0 and 1 is clipped."
-    of_rows = "rows"
-    if planned.tokens_run < planned.tokens:
-        lines = [
-            f"GSPOTrainer runs {planned.tokens_run:,} of N = {planned.tokens:,} tokens: the others belong to answers "
-            "with advantage 0. TRL and other implementations run all N. Rows are the tokens that run, all with a "
-            "gradient. A pass, also in the table, is over all N tokens.",
-            "Memory on top of the inputs, and passes:",
-        ]
-        rl_like, of_rows = "", "rows that run"
-    if planned.stock:
-        passes = 3 if planned.frozen else 4
-        lines.append(f"TRL 1.16, its fused head on a GPU: {planned.stock / 2**20:,.0f} MiB, {passes:.2f} passes.")
+    passes = 3 if planned.frozen else 4
+    lines = [
+        "Memory on top of the inputs, and matrix passes over the batch if every token has a gradient:",
+        f"TRL 1.16, its fused head on a GPU: {planned.stock / 2**20:,.0f} MiB, {passes:.2f} passes.",
+    ]
     by_size: dict[Any, list[str]] = {}  # GPUs with the same default share a line
     for where, x in planned.defaults.items():
         by_size.setdefault(x, []).append(where)
     for x, places in by_size.items():
         lines.append(
-            f"gspo_kernels by default: at most {x.peak_mib:,.0f} MiB, {x.passes_dense:.2f} passes, with "
-            f"cache_mib={x.cache_mib} ({' or '.join(places)}). It keeps {x.kept_rows:.0%} of the {of_rows}."
+            f"gspo_kernels by default: at most {x.peak_mib:,.0f} MiB, {x.passes:.2f} passes, with "
+            f"cache_mib={x.cache_mib} ({' or '.join(places)}). It keeps {x.kept_rows:.0%} of the rows."
         )
     none = planned.sizes[0]
     lines += [
-        f"gspo_kernels without a cache: at most {none.peak_mib:,.0f} MiB, {none.passes_dense:.2f} passes "
+        f"gspo_kernels without a cache: at most {none.peak_mib:,.0f} MiB, {none.passes:.2f} passes "
         f"({named(asdict(planned.bound))}).",
-        f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}.{rl_like}",
         f"Inputs: {named(planned.inputs)} MiB.",
     ]
-    if planned.others:
-        others = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in planned.others.items())
-        lines.append(
-            f"Others, by formulas that agree with measurements on an H200, on top of the inputs: {others} MiB."
-        )
-    for x in planned.collectives:
-        size = f"{x.size:,} bytes" + (
-            f" ({planned.with_entropies:,} with entropies)" if x.of == "the results of tiles" else ""
-        )
-        if x.per_sequence:
-            size = f"{x.per_sequence} bytes per sequence"
-        notes = {
-            "d_hidden": '; none with reduce_hidden="none"',
-            "the work of the backward": "; only with cache_mib or a budget",
-        }
-        lines.append(f"{x.group}, {x.ranks} ranks: {x.kind} of {x.of}, {size} from each rank{notes.get(x.of, '')}.")
-    if received := sum(x.received for x in planned.collectives if x.group == "tp_group"):
-        lines.append(
-            f"A step of {none.passes_dense:.2f} passes, without a cache, computes "
-            f"{none.passes_dense * planned.operations_per_pass / received:,.0f} operations per byte that arrives over "
-            "the tp_group. docs/concepts/sharding.md says when more ranks stop paying."
-        )
-    if not planned.aligned:
-        lines.append(
-            "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from log-probs with "
-            f"another --tp. For equal bits, pad V to a multiple of {planned.tile_width} times --tp."
-        )
     if planned.device == "cpu":
         lines.append("These are the numbers of a CPU. For a GPU, add --architecture, such as sm_90 (H100 and H200).")
     return lines

@@ -169,8 +169,7 @@ def export(
 ) -> None:
     """Write a run's model as a folder that transformers and vLLM load.
 
-    The folder has weights, tokenizer, generation config and a model card. A LoRA adapter is merged into its base in
-    fp32.
+    The folder has weights, tokenizer and generation config. A LoRA adapter is merged into its base in fp32.
     """
     try:
         from gspo_kernels.integrations import reference_trainer as trainer

@@ -75,7 +75,7 @@ FAULTS: dict[str, Fault] = {
     "answers move to another optimizer step": (
         "LiveAnswers._steps_consist_of",
         "[-self._steps.number % size == 0-]{+True+}",
-        "trainers/trl_zero_advantage::test_an_interrupted_optimizer_step_is_trained_as_in_stock_trl[1]",
+        "trainers/trl_zero_advantage::test_training_equals_stock_trl[interrupted]",
     ),
     "log-probs of the reference model stay in the order of lengths": (
         "LiveAnswers._run_by_length",

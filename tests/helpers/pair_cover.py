@@ -151,6 +151,15 @@ def pair_cover(
     return rows
 
 
+def value_cover(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Choose a few of the rows, such that every value of every factor occurs in at least one of them."""
+    missing, chosen = {item for row in rows for item in row.items()}, []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(missing & row.items())))
+        missing -= chosen[-1].items()
+    return chosen
+
+
 def _triples(factors: Mapping[str, Sequence[Any]], names: Sequence[str]) -> Iterator[Any]:
     for chosen in itertools.combinations(names, 3):
         for values in itertools.product(*(dict.fromkeys(factors[name]) for name in chosen)):

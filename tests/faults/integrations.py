@@ -33,12 +33,12 @@ FAULTS: dict[str, Fault] = {
     "verl: the loss divides by the tokens of the answers that ran": (
         "LiveBatch.loss",
         "[-tu.assign_non_tensor(data, batch_num_tokens=self._batch_num_tokens)-]{+pass+}",
-        "trainers/verl_zero_advantage::test_training_and_metrics_equal_those_of_all_answers[1]",
+        "trainers/verl_array::test_training_equals_that_with_verls_engine[1]",
     ),
     "verl: answers with advantage 0 left out beside a teacher": (
         "verl/zero_advantage:inexact_setting",
         '[-getattr(loss_function, "func", None) is not ppo_loss or -]config is None',
-        "trainers/verl_engine::test_training_on_one_rank_equals_training_with_verls_engine[only the teacher]",
+        "trainers/verl_array::test_training_equals_that_with_verls_engine[1]",
     ),
     "verl's bounds swapped": (
         "clip_window",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers import ranks
 from helpers.tiny_model import SHAPE
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "helpers.verl_cpu",
@@ -26,7 +28,8 @@ BASE: dict[str, Any] = {
     "tied": False,
     "lora": 0,
     "micro": 4,
-    "epochs": 3,
+    "advantages": None,  # of the answers of each rank; None: those of `batch`
+    "calculate_entropy": True,
     "loss_mode": "gspo",
     "kl": 0.0,
     "entropy": 0.0,
@@ -107,8 +110,8 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
             "reduce_dtype": "float32",
             "buffer_dtype": "float32",
         },
-        micro_batch_size_per_gpu=case["micro"],
-        infer_micro_batch_size_per_gpu=case["micro"],
+        micro_batch_size_per_gpu=case["micro"] or 4,
+        infer_micro_batch_size_per_gpu=case["micro"] or 4,
     )
     optimizer = FSDPOptimizerConfig(
         optimizer="SGD",
@@ -117,7 +120,7 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
         weight_decay=0.0,
         total_training_steps=10,
         lr_warmup_steps=0,
-        clip_grad=100.0,
+        clip_grad=1.0,  # sums over tokens have gradients whose steps would enlarge rounding
     )
     torch.manual_seed(0)
     worker = TrainingWorker(
@@ -129,14 +132,15 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
     actor = ActorConfig(
         strategy=case["strategy"],
         rollout_n=4,
-        ppo_micro_batch_size_per_gpu=case["micro"],
+        ppo_micro_batch_size_per_gpu=case["micro"] or 4,
         clip_ratio_low=3e-4,
         clip_ratio_high=4e-4,
         loss_agg_mode=case["aggregation"],
         use_kl_loss=case["kl"] > 0,
         kl_loss_coef=case["kl"],
         entropy_coeff=case["entropy"],
-        policy_loss={"loss_mode": case["loss_mode"] if ours else "gspo"},
+        policy_loss={"loss_mode": "gspo" if case["loss_mode"] == "gspo_kernels" and not ours else case["loss_mode"]},
+        loss_scale_factor=8,
     )
     loss = functools.partial(ppo_loss, config=actor)
     if case["teacher"] is not None:
@@ -191,3 +195,38 @@ def batch(rank: int, case: dict[str, Any]) -> Any:
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(data, temperature=case["temperature"], calculate_entropy=True, global_batch_size=8)
     return data
+
+
+def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Compute old and reference log-probs with the worker, then train three epochs on one batch."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    data = batch(rank, case)
+    if case["advantages"] is not None:
+        data["advantages"] = torch.tensor(case["advantages"][rank])[:, None].expand(4, 6).contiguous()
+        if case["weights"]:
+            data["rollout_is_weights"][0] = 0
+    tu.assign_non_tensor(data, compute_loss=False, global_batch_size=4 * ranks)
+    out = worker.infer_batch(data.copy())
+    old, entropy = (no_padding_2_padding(out[name], data) for name in ("log_probs", "entropy"))
+    data["old_log_probs"], data["ref_log_prob"] = old, old - 0.1
+    if case["teacher"] is not None:
+        only = not case["teacher"].get("use_task_rewards", True)
+        tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=only)
+    if case["micro"]:
+        tu.assign_non_tensor(data, micro_batch_size_per_gpu=case["micro"])
+    else:
+        tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=64)
+    tu.assign_non_tensor(data, calculate_entropy=case["calculate_entropy"])
+    tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=4 * ranks, epochs=3, seed=1)
+    metrics = tu.get(worker.train_mini_batch(data), "metrics")
+    module = worker.engine.module
+    fsdp1 = isinstance(module, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(module) if fsdp1 else nullcontext():
+        parameters = {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
+    return {"old": old, "entropy": entropy, "metrics": metrics, "parameters": parameters}

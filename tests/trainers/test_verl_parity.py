@@ -15,9 +15,7 @@ from helpers.other_trainers import Rollout, assert_agree, ours, rollout
 from tolerance import (
     KEPT_VALUE_ABSOLUTE,
     KEPT_VALUE_RELATIVE,
-    LOSS_PER_ADVANTAGE,
     PARITY_GRADIENT_RELATIVE,
-    TRAINER_ABSOLUTE,
 )
 from torch import Tensor
 
@@ -135,20 +133,6 @@ def test_gradients_of_dppo_equal_verls(loss: str, bound: float, weights: bool, b
     assert metrics["actor/pg_clipfrac"] == pytest.approx(ours_of_both, abs=1e-6)
 
 
-def test_verls_gspo_is_the_token_form(backend: str) -> None:
-    """Without token weights, verl's GSPO equals the sequence form. With token weights, it does not."""
-    objective, loss, aggregation = CASES["gspo"]
-    sequence_form = replace(objective, ratio="sequence")
-    batch = rollout(objective)
-    value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
-    assert_agree(batch, ours(batch, sequence_form, backend), value, gradient)
-    batch = rollout(objective, weights=True)
-    value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
-    _, sequence_gradient = ours(batch, sequence_form, backend)
-    assert (sequence_gradient - gradient).norm() > 0.1 * gradient.norm()
-    torch.testing.assert_close((sequence_gradient * batch.mask).sum(1), gradient.sum(1))
-
-
 @pytest.mark.parametrize(("option", "level"), [("token", "token"), ("seq_sum", "sequence"), ("seq_mean", "geometric")])
 def test_gates_equal_verls_rejection_masks(option: str, level: str) -> None:
     """verl's thresholds bound mu / pi, so ours are their inverses."""
@@ -159,26 +143,6 @@ def test_gates_equal_verls_rejection_masks(option: str, level: str) -> None:
         batch.log_probs, batch.old, batch.mask, level=level, mode="gate", low=1 / 1.1, high=1 / 0.8
     )
     assert torch.equal(gate.weights, expected) and 0 < gate.metrics["bound_share"] < 1
-
-
-@pytest.mark.parametrize(
-    "aggregation", [SEQUENCES, "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-)
-def test_our_policy_loss_in_verls_registry_equals_verls_gspo(
-    aggregation: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    """It ignores masked values, even NaN."""
-    monkeypatch.setattr(validation, "_warned", set())
-    batch = rollout(Objective(), weights=True)
-    size = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6}
-    value, gradient, metrics = verl_loss(batch, Objective(), "gspo", aggregation, **size)
-    with_nan = replace(batch, log_probs=batch.log_probs.where(batch.mask, torch.nan))
-    our_value, our_gradient, our_metrics = verl_loss(with_nan, Objective(), "gspo_kernels", aggregation, **size)
-    torch.testing.assert_close(our_value.double(), value, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
-    torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
-    assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
-    warned = ["weights answers by their length" in str(w.message) for w in recwarn]
-    assert any(warned) == (aggregation != SEQUENCES)
 
 
 def of_two_answers(**settings: Any) -> Callable[..., Tensor]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from gspo_kernels import policy_loss
 from gspo_kernels.integrations.reference_trainer import TrainConfig
 from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.distributed import full, gather, gathered, world
 from gspo_kernels.integrations.reference_trainer.policy import positions_of
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.update import take
@@ -65,7 +66,7 @@ class Truth:
 
     def policy_of_seed(self, *arguments: Any) -> Any:
         policy = self.stock["policy_of_seed"](*arguments)
-        self.truth = self.stock["policy_of_seed"](*arguments)
+        self.truth = self.stock["policy_of_seed"](replace(arguments[0], parallel="ddp"), *arguments[1:])  # not sharded
         for model in (self.truth.model, *(x.model for x in (self.truth.initial, self.truth.teacher) if x)):
             model.double()
             if hasattr(model, "set_experts_implementation"):
@@ -103,11 +104,11 @@ class Truth:
         return rollout.kept_sets if self.config.replay_kept_sets else None
 
     def update(self, config: TrainConfig, policy: Any, optimizer: Any, batch: Any, rows: Tensor, first: bool) -> Any:
-        self.truth.model.load_state_dict({name: x.double() for name, x in policy.model.state_dict().items()})
+        self.truth.model.load_state_dict({name: full(x).double() for name, x in policy.model.state_dict().items()})
         if not self.of_step and self.is_exact:
             self.check_log_probs(batch)
         expected = self.expected(batch, rows, first) if self.is_exact else None
-        before = [master.detach().double() for master in optimizer.masters]
+        before = [full(master).double() for master in optimizer.masters]
         taken = self.stock["update"](config, policy, optimizer, batch, rows, first)
         if config.old_log_probs == "trainer" and (not self.of_step or config.learning_rate < 1e-20):
             first_epoch = len(self.of_step) < config.updates_per_rollout
@@ -141,9 +142,10 @@ class Truth:
             assert torch.equal(batch.old_log_probs, rollout.log_probs)
             return
         ran = torch.ones(len(mask), dtype=torch.bool) if batch.live is None else batch.live
-        assert torch.equal(batch.old_log_probs[~ran], rollout.log_probs[~ran]) or batch.live is None
         # The first update has not yet stored the old log-probs of its own rows.
-        known = ran & (batch.old_log_probs != rollout.log_probs).any(1)
+        known = (batch.old_log_probs != rollout.log_probs).any(1)
+        # Of several processes, one with fewer live rows runs others, too.
+        assert batch.live is None or world() > 1 or not known[~ran].any()
         assert_log_probs(batch.old_log_probs[known], now[known])
 
     def expected(self, batch: Any, rows: Tensor, first: bool) -> dict[str, Any]:
@@ -151,7 +153,8 @@ class Truth:
         config, of, truth = self.config, self.config.objective, self.truth
         whole = take(batch, rows)
         rollout, mask = whole.rollout, whole.rollout.answer_mask
-        micro = torch.arange(len(rows)).split(config.micro_batch_size or len(rows))
+        shares = torch.arange(len(rows)).chunk(world())
+        micro = [x for share in shares for x in share.split(config.micro_batch_size or len(share))]
         parts = [self.logits(truth, take(rollout, x)) for x in micro]
         logits = torch.cat([x for x, _ in parts])
         old: Any = None if first else whole.old_log_probs.double()
@@ -233,7 +236,7 @@ class Truth:
         self.check_metrics(numbers, [expected])
         if config.gradient_budget:
             return
-        true, ours = expected["gradient"], torch.cat([x.grad.flatten().double() for x in optimizer.masters])
+        true, ours = expected["gradient"], torch.cat([full(x.grad).flatten().double() for x in optimizer.masters])
         # Without a reward that differs, gradients of KL and teacher nearly cancel, down to rounding.
         limit = TRAINER_LOG_RELATIVE * (true.norm().item() + 1)
         assert numbers["grad_norm"] == pytest.approx(true.norm().item(), rel=0, abs=limit)
@@ -274,16 +277,16 @@ class Truth:
         half = [w for w, m in zip(optimizer.weights, optimizer.masters, strict=True) if m is not w]
         if half:
             gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in half]
-            self.collected.append(torch.cat([g.double().flatten() for g in gradients]))
+            self.collected.append(torch.cat([full(g).double().flatten() for g in gradients]))
         self.stock["collect"](optimizer)
 
     def check_optimizer(self, optimizer: Any, before: list[Tensor], numbers: dict[str, float]) -> None:
         """Compare a step with AdamW's formula, in float64, and the sum of micro-batches in half precision."""
         config = self.config
-        gradients = [x.grad.double() for x in optimizer.masters]
+        gradients = [full(x.grad).double() for x in optimizer.masters]
         if self.collected:
             scale = numbers.get("loss_scale", 1) * max(1.0, (numbers["grad_norm"] + 1e-6) / config.max_grad_norm)
-            expected = torch.stack(self.collected).sum(0) / scale
+            expected = torch.stack(gather(torch.stack(self.collected).sum(0))).mean(0) / scale
             ours = torch.cat([x.flatten() for x in gradients])
             torch.testing.assert_close(ours, expected, rtol=TRAINER_LOG_RELATIVE, atol=METRIC_ABSOLUTE)
         self.updates += 1
@@ -297,9 +300,9 @@ class Truth:
         ):
             step = (m / (1 - 0.9**self.updates)) / ((v / (1 - 0.999**self.updates)).sqrt() + 1e-8)
             expected = start * (1 - rate * decay) - rate * step
-            ours = master.detach().double()
+            ours = full(master).double()
             torch.testing.assert_close(ours, expected, rtol=METRIC_RELATIVE, atol=PARAMETER_ABSOLUTE)
-            assert torch.equal(weight, master.to(weight.dtype))
+            assert torch.equal(full(weight), full(master).to(weight.dtype))
 
     # Steps and evaluations
 
@@ -343,7 +346,8 @@ class Truth:
         metrics, samples = self.stock["evaluate"](learner, step)
         if self.is_exact:
             held_out = learner.task.held_out
-            greedy = sample(learner.policy, held_out, max_new_tokens=self.config.max_new_tokens, temperature=None)
+            with gathered(learner.policy):
+                greedy = sample(learner.policy, held_out, max_new_tokens=self.config.max_new_tokens, temperature=None)
             batch = learner.task.rewards(greedy.texts, held_out)
             assert metrics["eval_reward"] == close(batch.mean)
         return metrics, samples

@@ -6,6 +6,7 @@ To repeat the row 202648-7: GSPO_ARRAY_SEED=202648 python -m pytest tests/integr
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import signal
 import zlib
@@ -15,12 +16,21 @@ from typing import Any
 import pytest
 import torch
 from helpers import chat_model
-from helpers.pair_cover import pair_cover, seed_of_the_week
+from helpers.pair_cover import pair_cover, seed_of_the_week, value_cover
+from helpers.ranks import run_ranks
 from helpers.reference_runs import moe_checkpoint, rows_of, small, write_jsonl
 from helpers.trainer_truth import Truth
 
-from gspo_kernels.integrations.reference_trainer import TrainingError, optimizer, policy, read_config, train
+from gspo_kernels.integrations.reference_trainer import (
+    InputError,
+    TrainingError,
+    optimizer,
+    policy,
+    read_config,
+    train,
+)
 from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.integrations.tasks import RewardComponent
 
 CLOCK = ("seconds", "tokens_per_second")
@@ -104,6 +114,7 @@ STOPS: dict[str, tuple[Any, str, list[int] | Exception]] = {
     "failed update": (loop, "update", TrainingError("an update is not finite")),
     "evaluation": (loop.Learner, "evaluate", [signal.SIGINT]),
     "metrics": (loop.RunFolder, "write", [signal.SIGTERM]),
+    "one rank": (loop.Training, "train_step", [signal.SIGTERM]),  # the last; the others stop after the same step
     "killed": (loop.RunFolder, "write", OSError("as if killed: nothing is saved")),
 }
 RESUMES: dict[str, tuple[Any, str, list[int]] | None] = {
@@ -138,8 +149,26 @@ PINNED: dict[str, dict[str, str]] = {
     "dead answers": {"objective": "dapo", "rewards": "half dead"},
 }
 ROWS = [pytest.param(FIRST | changes, id=name, marks=pytest.mark.slow) for name, changes in PINNED.items()]
-for i, of_week in enumerate(pair_cover(FACTORS, is_allowed, SEED)):
+OF_WEEK = pair_cover(FACTORS, is_allowed, SEED)
+for i, of_week in enumerate(OF_WEEK):
     ROWS.append(pytest.param(of_week, id=f"{SEED}-{i}", marks=[] if i < QUICK else pytest.mark.slow))
+
+
+def rows_of_ranks() -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """Return rows for two processes: two plain ones, and some that have every value but of the factors `replaced`.
+
+    With each row, return more options.
+    """
+    replaced = ("objective", "sizes", "stop", "resume")
+    others = value_cover([{name: x for name, x in row.items() if name not in replaced} for row in OF_WEEK])
+    size = {"group_size": 3, "prompts_per_step": 6, "updates_per_rollout": 3}
+    rows = []
+    for i, row in enumerate([{"rewards": "half dead"}, {"kl": "KL", "epochs": "2"}, *others]):
+        is_sharded = i % 2 == 0 and row.get("trained") != "LoRA of the head"
+        more = size | {"parallel": "fsdp2" if is_sharded else "ddp"} | ({"micro_batch_size": 1} if i % 3 else {})
+        sampler = {"sampler": "exact"} if is_sharded else {}  # sharded weights are not rounded
+        rows.append(({**FIRST, **row, **sampler, "objective": PRESETS[i], "stop": "one rank"}, more))
+    return rows
 
 
 def number(text: str, answer: Any, of: int) -> int:
@@ -167,8 +196,11 @@ def rewards_of(kind: str) -> list[RewardComponent]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return saved_models(tmp_path_factory.mktemp("models"))
+
+
+def saved_models(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the options of each model, and of its teacher."""
-    folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(9)
     policy.demo_policy().save(folder / "demo")
     chat = chat_model.save(folder / "chat")
@@ -190,9 +222,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 def stopping(patch: pytest.MonkeyPatch, owner: Any, name: str, what: list[int] | Exception, call: int) -> None:
     """Send this process signals, or raise an error, at a call of a function, counted from 1."""
     original, calls = getattr(owner, name), itertools.count(1)
+    is_last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
 
     def stopped(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == call:
+        if next(calls) == call and is_last:
             if isinstance(what, Exception):
                 raise what
             for x in what:
@@ -229,12 +262,58 @@ def test_a_run_is_right_and_continues_to_the_bit(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    check(row, models, tmp_path, monkeypatch)
+    unsaved = row["stop"] in ("update, twice", "failed update")
+    assert ("stopped in the updates of step" in capsys.readouterr().out) == unsaved
+
+
+def rank_main(rank: int, folder: Path, models: dict[str, dict[str, Any]], rows: list[Any]) -> None:
+    with pytest.raises(InputError, match=r"used is in use: another process"):
+        train_on_next_port(small(folder, name="used", prompts_per_step=2, updates_per_rollout=1))
+    for i, (row, more) in enumerate(rows):
+        (folder / f"{i}").mkdir(exist_ok=True)
+        with pytest.MonkeyPatch.context() as patch:
+            check(row, models, folder / f"{i}", patch, more)
+
+
+@pytest.mark.slow
+def test_runs_of_two_processes_are_right_and_continue_to_the_bit(
+    tmp_path: Path, models: dict[str, dict[str, Any]]
+) -> None:
+    """All rows run in one start of the processes. A folder that another process uses is refused by both."""
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").touch()
+    with RunFolder(small(tmp_path, name="used")):
+        run_ranks(rank_main, 2, tmp_path, models, rows_of_ranks(), deadline=1800.0)
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InputError, match=r"WORLD_SIZE: .* multiples of the 3 processes, got prompts_per_step with 4"):
+        train(small(tmp_path))
+    assert not (tmp_path / "demo").exists()
+
+
+def train_on_next_port(*arguments: Any, **options: Any) -> Any:
+    """Train. Ranks meet at another port for each run."""
+    os.environ["MASTER_PORT"] = str(int(os.environ.get("MASTER_PORT", "0")) + 1)
+    return train(*arguments, **options)
+
+
+def check(
+    row: dict[str, str],
+    models: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any] | None = None,
+) -> None:
     generator = random.Random(str(row))
     monkeypatch.setattr(optimizer, "FIRST_LOSS_SCALE", 2.0**20)  # overflows at first
     monkeypatch.setattr(optimizer, "UPDATES_TO_RAISE", 3)
     options: dict[str, Any] = {"steps": 3, "eval_prompts": 5, "max_new_tokens": 7} | models[row["model"]]
     for name, value in row.items():
         options |= SETTINGS.get(name, {}).get(value, {})
+    options |= more or {}
     if row["teacher"] == "none":
         options.pop("teacher")
     if row["model"] == "dialogues":
@@ -258,20 +337,18 @@ def test_a_run_is_right_and_continues_to_the_bit(
         Truth(config, patch)
         owner, name, what = STOPS.get(row["stop"], (loop, "update", []))
         calls = counting(patch, owner, name)
-        whole = train(config, reward=rewards).folder
+        whole = train_on_next_port(config, reward=rewards).folder
     states[0], states[1] = states[1], {}
 
     call = generator.randint(1, calls[0])
     if row["stop"] == "extended":
-        folder = train(small(tmp_path, **{**options, "steps": 2}), reward=rewards).folder
+        folder = train_on_next_port(small(tmp_path, **{**options, "steps": 2}), reward=rewards).folder
     else:
         with monkeypatch.context() as patch:
             stopping(patch, owner, name, what, call)
             with pytest.raises((KeyboardInterrupt, SystemExit, TrainingError, OSError)):
-                train(small(tmp_path, **options), reward=rewards)
+                train_on_next_port(small(tmp_path, **options), reward=rewards)
         folder = tmp_path / config.folder.name
-        unsaved = row["stop"] in ("update, twice", "failed update")
-        assert ("stopped in the updates of step" in capsys.readouterr().out) == unsaved
     if not (folder / "checkpoint.pt").exists():
         train(small(tmp_path, **options, overwrite=True), reward=rewards)
     else:
@@ -281,6 +358,6 @@ def test_a_run_is_right_and_continues_to_the_bit(
                 stopping(patch, *again, call=1)
                 with pytest.raises((KeyboardInterrupt, SystemExit)):
                     train(read_config(resume=folder), reward=rewards)
-        train(read_config(texts=[f"steps={config.steps}"], resume=folder), reward=rewards)
-    assert files_of(folder) == files_of(whole)
+        train_on_next_port(read_config(texts=[f"steps={config.steps}"], resume=folder), reward=rewards)
+    assert os.environ.get("RANK", "0") != "0" or files_of(folder) == files_of(whole)
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)

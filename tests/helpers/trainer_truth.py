@@ -108,8 +108,9 @@ class Truth:
         if not self.of_step and self.is_exact:
             self.check_log_probs(batch)
         expected = self.expected(batch, rows, first) if self.is_exact else None
-        before = [full(master).double() for master in optimizer.masters]
+        before, old = [full(master).double() for master in optimizer.masters], batch.old_log_probs.clone()
         taken = self.stock["update"](config, policy, optimizer, batch, rows, first)
+        assert not self.of_step or torch.equal(batch.old_log_probs, old)
         if config.old_log_probs == "trainer" and (not self.of_step or config.learning_rate < 1e-20):
             first_epoch = len(self.of_step) < config.updates_per_rollout
             assert not first_epoch or taken.numbers["ratio_min"] == taken.numbers["ratio_max"] == 1
@@ -146,6 +147,8 @@ class Truth:
         known = (batch.old_log_probs != rollout.log_probs).any(1)
         # Of several processes, one with fewer live rows runs others, too.
         assert batch.live is None or world() > 1 or not known[~ran].any()
+        if config.sampler_precision and not config.truncation.is_on:
+            assert (ran & ~known).sum() <= config.mini_batch_size
         assert_log_probs(batch.old_log_probs[known], now[known])
 
     def expected(self, batch: Any, rows: Tensor, first: bool) -> dict[str, Any]:

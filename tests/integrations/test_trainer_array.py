@@ -145,8 +145,8 @@ FIRST = {name: values[0] for name, values in FACTORS.items()}
 # Each of these rows kills seeded faults: see tests/faults.
 PINNED: dict[str, dict[str, str]] = {
     "half precision": {"precision": "bf16", "sizes": "3 x 3, micro-batches"},
-    "KL of tokens": {"kl": "KL of tokens", "temperature": "0.7"},
-    "dead answers": {"objective": "dapo", "rewards": "half dead"},
+    "KL of tokens": {"kl": "KL of tokens", "temperature": "0.7", "teacher": "teacher"},
+    "dead answers": {"objective": "dapo", "rewards": "half dead", "sampler": "bf16", "epochs": "2"},
 }
 ROWS = [pytest.param(FIRST | changes, id=name, marks=pytest.mark.slow) for name, changes in PINNED.items()]
 OF_WEEK = pair_cover(FACTORS, is_allowed, SEED)

@@ -215,6 +215,7 @@ def test_the_loss_scale_grows_is_halved_and_is_restored(tmp_path: Path, monkeypa
         return optimizer.loss_scale
 
     scale = first.loss_scale
+    assert scale == optimizer_module.FIRST_LOSS_SCALE
     assert [step(first) for _ in range(3)] == [scale, 2 * scale, 2 * scale]
     second.load(first.state())
     assert step(second) == step(first) == 4 * scale

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import multiprocessing
 import re
 import shutil
 import signal
@@ -28,15 +29,24 @@ from gspo_kernels.integrations.reference_trainer import (
 )
 from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.checkpoints import replacing
+from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.tools.cli import app
 
 CLOCK = ("seconds", "tokens_per_second")
+OPTIONS: dict[str, Any] = dict(steps=5, checkpoint_every=2, eval_every=3, updates_per_rollout=2, epochs=2)
+OPTIONS |= dict(schedule="cosine", warmup_updates=3, weight_decay=0.1, seeds=(0, 1), save=True)
+OPTIONS |= dict(advantages=[{"normalize_rewards": {"by": "running"}}])  # so that the moments change the numbers
+OPTIONS |= dict(precision="fp16", kl_coef=0.1)
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """Return the metrics without those that depend on the clock."""
     return [{name: x for name, x in row.items() if name not in CLOCK} for row in rows_of(folder)]
+
+
+def head_of(folder: Path, seed: int) -> torch.Tensor:
+    return load_policy(str(folder / f"model-seed{seed}")).head.weight.detach()  # type: ignore[union-attr, return-value]
 
 
 def interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int, number: int = signal.SIGINT) -> None:
@@ -64,6 +74,28 @@ def test_a_teacher_that_cannot_teach_is_refused(characters: str, message: str, t
     policy.demo_policy(characters).save(tmp_path / "model")
     with pytest.raises(InputError, match=f"^{message}$"):
         train(small(tmp_path, teacher=str(tmp_path / "model")))
+
+
+def train_until_killed(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, loop.RunFolder, "write", 9, signal.SIGKILL)
+        train(small(folder, **OPTIONS))
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_bit(tmp_path: Path) -> None:
+    """The process dies before it logs step 2 of the second seed. Its last checkpoint is from the end of the first."""
+    uninterrupted = train(small(tmp_path / "whole", **OPTIONS)).folder
+    process = multiprocessing.get_context("spawn").Process(target=train_until_killed, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    folder = tmp_path / "demo"
+    assert process.exitcode == -signal.SIGKILL and len(rows_of(folder)) == 8
+    report = train(read_config(resume=folder))
+    assert numbers(folder) == numbers(uninterrupted)
+    assert [result.seed for result in report.results] == [0, 1]
+    for seed in (0, 1):
+        assert torch.equal(head_of(folder, seed), head_of(uninterrupted, seed))
 
 
 def test_a_run_stopped_in_its_first_evaluation_keeps_the_earlier_run(

@@ -38,6 +38,7 @@ from gspo_kernels.integrations.backwards import METRICS
 from gspo_kernels.integrations.huggingface.rows import interaction_of_rows
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer, zero_advantage
 from gspo_kernels.integrations.trl.model_forward import rearranged
+from gspo_kernels.integrations.trl.row_checkpoint import reason_against_skipping
 from gspo_kernels.integrations.trl.zero_advantage import (
     LiveAnswers,
     live_rows,
@@ -523,13 +524,14 @@ def test_old_log_probs_are_not_computed_with_the_weights_of_an_older_checkpoint(
 
 
 def test_ranks_that_must_have_equal_rows_share_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.5)))
+    trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.5), gradient_checkpointing=True))
     trainer._buffered_inputs = [{"prompt_ids": torch.ones(2, 3), "advantages": torch.ones(2)}]
-    assert trainer._gspo_live._can_share()
+    assert trainer._gspo_live._can_share() and reason_against_skipping(trainer) is None
     for kind in ("tp", "cp", "sp"):
         sizes = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1, f"{kind}_size": 2})
         monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", sizes)
         assert not trainer._gspo_live._can_share()
+        assert (reason_against_skipping(trainer) == "context or sequence parallelism") == (kind != "tp")
 
 
 def test_only_live_rows_run_and_old_log_probs_have_the_bits_of_new_ones(

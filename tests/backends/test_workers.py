@@ -35,12 +35,12 @@ def _restore_one_thread() -> Iterator[None]:
 def results(threads: int, **options: Any) -> list[Tensor]:
     """Return loss, log-probs, entropy, metrics and gradients of a batch, computed with `threads` PyTorch threads."""
     torch.set_num_threads(threads)
-    dtype = options.pop("dtype", torch.float32)
+    dtype, vocab = options.pop("dtype", torch.float32), options.pop("vocab", VOCAB)
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 70, 16, generator=rng).to(dtype).requires_grad_()
-    weight = (0.5 * torch.randn(VOCAB, 16, generator=rng)).to(dtype).requires_grad_()
-    bias = torch.randn(VOCAB, generator=rng).to(dtype).requires_grad_()
-    ids = torch.randint(VOCAB, (6, 70), generator=rng)
+    weight = (0.5 * torch.randn(vocab, 16, generator=rng)).to(dtype).requires_grad_()
+    bias = torch.randn(vocab, generator=rng).to(dtype).requires_grad_()
+    ids = torch.randint(vocab, (6, 70), generator=rng)
     advantages = torch.tensor([1.0, -1, 0, 0.5, -2, 1])
     out = gspo_fused_loss(hidden, weight, ids, advantages, bias=bias, backend="torch", **options)
     gradients = torch.autograd.grad(out.loss, (hidden, weight, bias))
@@ -55,6 +55,7 @@ OPTIONS = {
     "budget": {"gradient_budget": 0.3},
     "entropy bonus": {"objective": Objective(entropy_coef=0.01)},
     "soft-cap": {"logit_softcap": 5.0, "temperature": 0.7},
+    "one narrow tile": {"vocab": 22},
 }
 
 

@@ -34,6 +34,9 @@ _SLABS = 12
 # summed in a fixed order (`workers.Sums`).
 _SLAB_BYTES = 16 * 2**20
 _CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns of a cell
+# MKL splits a product with fewer columns by rows, and the order of additions then depends on the row's position. (Seen
+# on Zen 4 with three and more threads, in fp32.)
+_LEAST_SPLIT = 48
 _LEAST_ON_GPU = 64  # fewest columns of a slab with half-precision operands, even beyond the workspace
 
 
@@ -124,7 +127,6 @@ class Tiles:
         vocab, width = head.vocab_size, self.tile_columns
         # First column and last column + 1 of each slab.
         self.slabs = [(low, min(low + width, vocab)) for low in range(0, vocab, width)]
-        self.threads = self._threads()
         self.index = index
         self.count = self.index.shape[0]
         self.padded = -(-self.count // self.tile_rows) * self.tile_rows
@@ -139,14 +141,16 @@ class Tiles:
             self.adapter_hidden = self.gather(head.adapter_hidden)
             self.adapter_weight = head.adapter_weight.to(self.dtype)
             self.rank = self.adapter_weight.shape[1]
+        self.threads = self._threads()
 
     def _threads(self) -> int:
         """Number of threads that compute tiles: as many as PyTorch uses, or fewer if the workspace is too small.
 
         1 if the device is not a CPU or there is only one slab. On a CPU, PyTorch then splits each operation among its
-        threads.
+        threads, but not products with fewer than _LEAST_SPLIT columns, whose bits then depend on the number of threads.
         """
-        if self.device.type != "cpu" or self.head.vocab_size <= self.tile_columns:
+        narrow = min(self.head.vocab_size, self.head.hidden.shape[1], self.rank or _LEAST_SPLIT) < _LEAST_SPLIT
+        if self.device.type != "cpu" or (self.head.vocab_size <= self.tile_columns and not narrow):
             return 1
         width, size = self.head.hidden.shape[1], self.dtype.itemsize
         tiles = size * self.tile_rows * (_TILES_IN_MEMORY * self.tile_columns + width)

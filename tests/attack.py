@@ -1,14 +1,18 @@
 """Compare many random rows of `helpers.features` with float64: what the array of tests/math/test_array.py samples.
 
     python -m tests.attack --cases 100000 --seed 1
+    python -m tests.attack --bits --cases 1000000 --seed 1
 
-A run that was interrupted continues where it stopped. Wrong rows are printed with the call that repeats them.
+The second command compares the bits of log-probs over batches, padding, numbers of threads and processes. A run that
+was interrupted continues where it stopped. Wrong rows are printed with the call that repeats them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -16,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +37,13 @@ from helpers.features import BANS, FACTORS, OF_TRITON, build, repeatable, row_of
 from helpers.interpreter import ignore_nan_in_extremes, patch_language_once
 from helpers.pair_cover import Rows
 from helpers.ranks import run_ranks
+from torch import Tensor
 
-EVERY = 20  # cases between two writes of the file
+from gspo_kernels import linear_log_probs
+
+EVERY = 20  # rows between two writes of the file
+RECORD = Path(__file__).with_name("attack.json")  # the last runs with --record
+TOKENS = {"torch": 16384, "triton": 128}  # of a batch of --bits
 
 
 def main() -> int:
@@ -43,7 +53,9 @@ def main() -> int:
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch", help="triton: interpreted")
     parser.add_argument("--compiled", action="store_true", help="also draw compile=True, which takes seconds per row")
     parser.add_argument("--row", help="check one row, with the settings that a failure printed")
-    parser.add_argument("--out", type=Path, help="default: build/attack-BACKEND-SEED.json")
+    parser.add_argument("--bits", action="store_true", help="compare bits; cases are log-probs")
+    parser.add_argument("--record", action="store_true", help=f"add the result to tests/{RECORD.name}")
+    parser.add_argument("--out", type=Path, help="default: build/attack-BACKEND-SEED.json or bits-BACKEND-SEED.json")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("GSPO_TEST_THREADS", "1")))
     warnings.simplefilter("ignore")
@@ -54,28 +66,91 @@ def main() -> int:
         print("right")
         return 0
 
-    path = options.out or Path("build") / f"attack-{options.backend}-{options.seed}.json"
+    kind = "bits" if options.bits else "attack"
+    path = options.out or Path("build") / f"{kind}-{options.backend}-{options.seed}.json"
     path.parent.mkdir(exist_ok=True)
     state = json.loads(path.read_text()) if path.exists() else {"cases": 0, "seconds": 0.0, "wrong": []}
     factors = {**FACTORS, **(OF_TRITON if options.backend == "triton" else {})}
     rows = Rows(factors if options.compiled else {**factors, "compile": (False,)}, BANS)
     while state["cases"] < options.cases:
         begin, seed = time.perf_counter(), options.seed * 10**7 + state["cases"]
-        row = rows.any(random.Random(seed))
         try:
-            with repeatable(row, seed):
-                assert_right(build(row, seed))
+            if options.bits:
+                assert_same_bits(seed, options.backend)
+            else:
+                row = rows.any(random.Random(seed))
+                with repeatable(row, seed):
+                    assert_right(build(row, seed))
         except AssertionError as error:  # the attack goes on
             state["wrong"].append(str(error)[:1000])
             print(f"\n{state['wrong'][-1]}", flush=True)
-        state["cases"] += 1
+        step = TOKENS[options.backend] if options.bits else 1
+        state["cases"] += step
         state["seconds"] += time.perf_counter() - begin
-        if state["cases"] % EVERY == 0 or state["cases"] == options.cases:
+        if options.bits or state["cases"] % EVERY == 0 or state["cases"] == options.cases:
             path.write_text(json.dumps({**state, **versions(), "seed": options.seed}, indent=1) + "\n")
             rate = state["cases"] / state["seconds"]
             print(f"\r{state['cases']:,} cases, {rate:.1f}/s, {len(state['wrong'])} wrong", end="", flush=True)
+    if options.bits:
+        other_process().shutdown()
+    if options.record:
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        record[f"{kind}, {options.backend}"] = json.loads(path.read_text())
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{path}")
     return bool(state["wrong"])
+
+
+def tokens_of(seed: int, backend: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the arguments of `linear_log_probs` that have a value for each token, and the others."""
+    rng, n = torch.Generator().manual_seed(seed), TOKENS[backend]
+    vocab, width = (int(torch.randint(least, most, (), generator=rng)) for least, most in ((2, 300), (1, 90)))
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed // n % 3]
+    hidden, temperature = torch.randn(n, width, generator=rng), 0.5 + torch.rand(n, generator=rng)
+    ids = torch.randint(vocab, (n,), generator=rng)
+    weight = (3 * torch.randn(vocab, width, generator=rng) / width**0.5).to(dtype)
+    others = {"lm_head": weight, "logit_softcap": random.Random(seed).choice((None, 5.0)), "backend": backend}
+    return {"hidden": hidden.to(dtype), "target_ids": ids, "temperature": temperature}, others
+
+
+def log_probs_of(seed: int, backend: str, threads: int) -> Tensor:
+    torch.set_num_threads(threads)
+    tokens, others = tokens_of(seed, backend)
+    return linear_log_probs(**tokens, **others).log_probs
+
+
+@functools.cache
+def other_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def assert_same_bits(seed: int, backend: str) -> None:
+    """Compare the log-probs of a batch with those of five padded batches of its tokens, computed in another process."""
+    rng, n = random.Random(seed), TOKENS[backend]
+    whole = log_probs_of(seed, backend, rng.choice((1, 2, 3)))
+    parts = other_process().submit(log_probs_of_parts, seed, backend, rng.choice((1, 2, 3))).result()
+    wrong = int((whole != parts).sum())
+    assert not wrong, f"batch {seed} of tokens_of: {wrong} of {n} log-probs have other bits"
+
+
+def log_probs_of_parts(seed: int, backend: str, threads: int) -> Tensor:
+    torch.set_num_threads(threads)
+    rng, (tokens, others) = torch.Generator().manual_seed(seed), tokens_of(seed, backend)
+    n = TOKENS[backend]
+    out = torch.full((n,), torch.nan)
+    cuts = torch.randint(n, (4,), generator=rng).sort().values
+    for rows in torch.randperm(n, generator=rng).tensor_split(cuts):
+        batch = int(torch.randint(1, 5, (), generator=rng))
+        places = torch.randperm(batch * (len(rows) + 3), generator=rng)[: len(rows)]
+        mask = torch.zeros(batch * (len(rows) + 3), dtype=torch.bool)
+        mask[places] = True
+        padded = {name: x.new_full((len(mask), *x.shape[1:]), -100) for name, x in tokens.items()}
+        for name, x in tokens.items():
+            padded[name][places] = x[rows]
+        padded = {name: x.view(batch, -1, *x.shape[1:]) for name, x in padded.items()}
+        log_probs = linear_log_probs(**padded, mask=mask.view(batch, -1), **others).log_probs
+        out[rows] = log_probs.view(-1)[places]
+    return out
 
 
 def check(row: dict[str, Any], seed: int) -> None:

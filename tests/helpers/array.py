@@ -25,6 +25,7 @@ from helpers.features import (
 from helpers.tile_choices import Chosen, choices, live_entries, small_tiles
 from tolerance import (
     DROPPED_MASS_RELATIVE,
+    LOG_PROB_RMS_BF16X3,
     LOG_RATIO_RELATIVE,
     LOSS_PER_ADVANTAGE,
     METRIC_ABSOLUTE,
@@ -345,13 +346,18 @@ def policy_of(case: Case, tokens: Tokens, lp: Tensor, entropy: Tensor, kl_lp: Te
     return Policy(loss, join(log_ratios), max(size, tokens.advantages.abs().sum().item() / n), known)
 
 
+def is_split(case: Case) -> bool:
+    """Whether kernels multiply fp32 operands as two bf16 numbers."""
+    return case.row["head_precision"] == "bf16x3" and case.row["backend"] == "triton"
+
+
 def operand_dtype(case: Case) -> torch.dtype:
     """The dtype in which PyTorch multiplies the operands of the head."""
     dtype = DTYPES[case.row["dtype"]]
     if dtype == torch.float64:
         return dtype
     if case.row["head_precision"]:
-        return torch.float32
+        return torch.bfloat16 if is_split(case) else torch.float32
     return torch.bfloat16 if case.row["autocast"] else dtype
 
 
@@ -458,7 +464,7 @@ def assert_results(case: Case, ours: Results) -> Results:
     except AssertionError:
         if dtype != torch.float32:
             raise
-        # In one row of fifty, four orders of additions do not show how large an error of plain PyTorch may be.
+        # In 5 of 1,500 rows, four orders of additions do not show how large an error of plain PyTorch may be. Eight do.
         plain += [by_formulas(case, dtype, dropped, order) for order in range(len(plain), MANY_ORDERS)]
         assert_values(case, ours, truth, plain)
     assert_metrics(case, ours, truth, dropped)
@@ -467,7 +473,7 @@ def assert_results(case: Case, ours: Results) -> Results:
     return truth
 
 
-MANY_ORDERS = 32
+MANY_ORDERS = 8
 
 
 def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results]) -> None:
@@ -482,19 +488,20 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         return _worst([laid_out(getattr(x, kind)[name]) for x in plain], true)
 
     assert ours.outputs.keys() == truth.outputs.keys()
+    of_split = LOG_PROB_RMS_BF16X3 * is_split(case)
     for name, true in truth.outputs.items():
         x, true = ours.outputs[name], laid_out(true)
         assert x.dtype == wide and x.shape == true.shape, f"{name} is {x.dtype} {tuple(x.shape)}"
         if name == "loss":
             truncates = row["backend"] == "triton" and dtype == torch.bfloat16  # Triton's interpreter
-            check_loss(x, true, (1 + truncates) * size_of_loss(truth))
+            check_loss(x, true, (1 + truncates + of_split / LOSS_PER_ADVANTAGE) * size_of_loss(truth))
         elif name == "log_ratio":
-            limit = LOG_RATIO_RELATIVE[wide] * max(truth.outputs["log_probs"].abs().max().item(), 1)
+            limit = LOG_RATIO_RELATIVE[wide] * max(truth.outputs["log_probs"].abs().max().item(), 1) + of_split
             assert (x - true).abs().max() <= limit, "log_ratio"
         else:
             logits = truth.parts["logits"]
             largest = logits.abs().max().item() if logits.numel() else 0.0
-            rms = truncation(DEVICE, dtype, case.tokens["hidden"].shape[-1], largest)
+            rms = of_split + truncation(DEVICE, dtype, case.tokens["hidden"].shape[-1], largest)
             check(name, x.reshape(-1), worst("outputs", name, true).reshape(-1), true.reshape(-1), wide, rms)
     for name, x in ours.gradients.items():
         true = laid_out(truth.gradients[name])
@@ -505,21 +512,23 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         is_rounded = name[0] not in "AB" or row["cache_mib"] != 0
         law = dtype if x.dtype == torch.float32 and is_rounded else x.dtype
         law = torch.bfloat16 if dtype == torch.bfloat16 and x.dtype == torch.float16 else law
-        # PyTorch adds the rounded gradients of the vocabulary's pass, pairs, a second call, adapters and ranks.
+        # The law is for one rounding. PyTorch adds the rounded gradients of the vocabulary's pass, pairs, a second
+        # call, adapters and ranks: their errors are independent, and add up to the root of their number. A row whose
+        # terms cancel may then have another direction.
         sums = "extra_ids" in case.tokens, row["kept_sets"] == "empty is all", row["kl_log_probs"]
         sums = *sums, (name == "hidden" or name[0] == "A") and row.get("tp", 1) > 1
         sums = *sums, name != "hidden" and row.get("cp", 1) > 1
         more = sum((*sums, name == "hidden" and len(case.scaling) > 0))
         more += law == torch.bfloat16 and row["backend"] == "triton"  # Triton's interpreter truncates to bf16
-        rms = more * RELATIVE_RMS[law] * true.square().mean().sqrt().item()
-        if x.dtype == torch.float16:  # whose numbers near 0 are 6e-8 apart
-            same, rms = same.half(), rms + torch.finfo(torch.float16).smallest_normal * 2**-11
-        if dtype == torch.float32:  # terms may cancel
+        rms = ((1 + more) ** 0.5 - 1) * RELATIVE_RMS[law] * true.square().mean().sqrt().item()
+        if x.dtype == torch.float16:  # below 2^-14 numbers are 2^-24 apart, so rounding moves them by up to 2^-25
+            same, rms = same.half(), rms + 2**-25
+        if dtype == torch.float32:  # where terms cancel, as large as in plain PyTorch
             rms += (same - true).square().mean().sqrt().item()
         columns = -1 if more and law.itemsize == 2 else x.shape[-1]
-        if x.dtype == torch.float16 and true.ndim > 1:  # nor do rows near 0 keep their direction
+        if x.dtype == torch.float16 and true.ndim > 1:  # which changes the direction of such rows
             sizes = true.abs().amax(-1)
-            columns = -1 if ((sizes > 0) & (sizes < torch.finfo(torch.float16).smallest_normal)).any() else columns
+            columns = -1 if ((sizes > 0) & (sizes < 2**-14)).any() else columns
         flat = [y.reshape(-1, columns) if columns > 0 else y.reshape(-1) for y in (x, same, true)]
         check(f"d_{name}", flat[0], flat[1], flat[2], law, rms)
 

@@ -66,6 +66,7 @@ PINNED = [
     "token_weights=per_token kl=term",
     "backend=triton cache_mib=all_rows logit_softcap=5.0",
     "backend=triton dtype=fp16",
+    "backend=triton head_precision=bf16x3 window=wide cache_mib=all_rows head=lora",
     "backend=triton entropy_coef=0.02",
     "backend=triton kept_sets=offsets",
     "backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences",

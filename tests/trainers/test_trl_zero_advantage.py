@@ -285,6 +285,7 @@ def train(ours: bool, folder: Path, row: dict[str, str]) -> tuple[Any, list[Seen
     options: dict[str, Any] = {"loss_type": row["loss_type"], "importance_sampling_level": row["level"]}
     for value in sorted(row.values(), key="cispo".__eq__):  # its settings come last
         options |= SETTINGS.get(value, {})
+    options |= {"deepspeed": ZERO3} if row["ranks"] == "ZeRO-3" else {}
     kind = GSPOTrainer if ours and row["kind"] == "GSPOTrainer" else GRPOTrainer
     model = folder.parent / ("experts" if row["weights"] == "experts" else "model")
     trainer = trainer_of(folder, Prompts(DEAD[row["dead"]]), kind, model=str(model), **options)
@@ -466,7 +467,7 @@ def test_training_of_two_ranks_equals_stock_trl(kind: str, tmp_path: Path, monke
     if kind == "zero3":
         pytest.importorskip("deepspeed")
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-        rows = [row | {"ranks": "ZeRO-3"} for row in rows if row["ranks"] == "FSDP2"]
+        rows = [FIRST | {"ranks": "ZeRO-3"}]
     save_models(tmp_path)
     run_ranks(rank_main, 2, tmp_path, rows, deadline=900.0)
 

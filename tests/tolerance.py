@@ -214,7 +214,7 @@ def check_loss(ours: Tensor, truth: Tensor, size: float) -> None:
     `size` is the mean |advantage| or, for any objective, the sum of the absolute terms whose sum is the loss. An fp32
     log-prob is off by a few eps of the largest logit, here at most 1e-6. A term with the factor exp(log-ratio) or
     log-prob changes by at most this share of itself. If the log-ratio is a sum of L log-probs, it changes by L times
-    this share (`helpers.oracle.size_of_loss`).
+    this share (`helpers.array.policy_of`).
     """
     limit = LOSS_PER_ADVANTAGE * max(size, truth.abs().item(), 1e-12)
     difference = abs(ours.item() - truth.item())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import LiveBytes
+from helpers.features import DTYPES
 from helpers.marks import slow
-from helpers.oracle import DTYPES
 from helpers.random_heads import random_head
 from tolerance import CELL_PRODUCTS_RELATIVE, PRODUCT_OF_COPIES_ABSOLUTE, PRODUCT_OF_COPIES_RELATIVE
 from torch import Tensor

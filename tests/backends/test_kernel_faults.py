@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from helpers.array import run
+from helpers.features import make
 from helpers.head_rows import NEEDS, head_rows
 from helpers.relaunch import relaunch
-from helpers.samples import make_sample, run_fused
-from helpers.tile_choices import Chosen, choices, d_logits, live_entries
+from helpers.tile_choices import Chosen, d_logits, live_entries
 from tolerance import FLOAT64_RELATIVE, LIVE_GRADIENT_RELATIVE
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
@@ -69,15 +69,14 @@ def test_columns_of_the_head_past_two_to_the_31_are_read() -> None:
 FAR_CELL = 2**18  # the d_logits of this cell begin at an offset of at least 2^31 elements
 
 
-def sparse_launch(name: str, **options: Any) -> tuple[list[Launch], Launch, Tensor]:
-    """Record a sparse backward. `options` are those of the loss.
+def sparse_launch(name: str, settings: str = "") -> tuple[list[Launch], Launch, Tensor]:
+    """Record a sparse backward.
 
     Return all launches, the first launch of the kernel `name`, and the d_logits of that launch moved to FAR_CELL. Only
     the touched pages of the moved d_logits take memory.
     """
-    sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1, **options)
-    with choices(), launches() as seen:
-        run_fused(sample, "triton")
+    with launches() as seen:
+        run(make(f"backend=triton tiles=many gradient_budget=0.3 {settings}"))
     launched = next(x for x in seen if x.kernel.__name__ == name)
     near = launched.arguments["d_logits"]
     assert FAR_CELL * near[0].numel() >= 2**31
@@ -98,7 +97,7 @@ def test_products_read_cells_past_two_to_the_31(name: str) -> None:
 @pytest.mark.parametrize("name", ["gradient_tile", "cached_tile"])
 def test_tiles_write_cells_past_two_to_the_31(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch begins at program FAR_CELL. The list of cells is moved, so that this program reads the first cell."""
-    seen, launched, far = sparse_launch(name, cache_mib=16.0 if name == "cached_tile" else 0.0)
+    seen, launched, far = sparse_launch(name, "cache_mib=all_rows" if name == "cached_tile" else "")
     near = launched.arguments["d_logits"]
 
     def set_grid_idx(x: int, y: int, z: int) -> None:

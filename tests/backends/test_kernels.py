@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.device import DEVICE, on_device, policy_loss, to_device
+from helpers.device import DEVICE, on_device, policy_loss
 from helpers.head_rows import NEEDS, head_rows
-from helpers.marks import slow
-from helpers.oracle import DTYPES, HEADS, assert_equals_oracle
 from helpers.relaunch import relaunch
-from helpers.samples import make_sample
 from tolerance import EQUAL_TOKENS_ABSOLUTE, EQUAL_TOKENS_RELATIVE
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -20,39 +17,11 @@ from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
-from gspo_kernels.backends.rows import HeadResult, HeadRows, NeedsGradient
-from gspo_kernels.backends.triton import gradient_rows, logit_tile, slabs, tuning
+from gspo_kernels.backends.rows import HeadResult, HeadRows
+from gspo_kernels.backends.triton import gradient_rows, logit_tile, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.ops.head import all_columns, head_backward_op
 from gspo_kernels.validation import TensorChecks
-
-# -- block shapes of every architecture
-
-FAST = ("sm_90", "gfx942")
-ARCHITECTURES = [x if x in FAST else slow(x) for x in tuning.ARCHITECTURES if x not in tuning.SAME_AS]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", slow("fp16")])
-@pytest.mark.parametrize("head", ["plain", "all"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, head: str, dtype: str) -> None:
-    """Rows, columns and hidden elements exceed a block and have ragged ends. Every 64 columns contain a target."""
-    sample = make_sample(
-        2,
-        lengths=(40, 31, 25, 52, 17, 29),
-        dtype=DTYPES[dtype],
-        vocab=601,
-        hidden_size=72,
-        objective=EVERYTHING,
-        **HEADS[head],
-    )
-    tiles = {int(t) // 64 for t in sample.target_ids[sample.options["mask"]]}
-    assert tiles == set(range(10))
-    with tuning.assume(architecture):
-        assert_equals_oracle(sample, DTYPES[dtype], "triton")
-
-
-EVERYTHING = Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.1, entropy_coef=0.02)
 
 
 def head_and_upstream(n: int, v: int, seed: int = 0, **changes: Any) -> tuple[HeadRows, HeadResult, Tensor]:
@@ -61,53 +30,6 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **changes: Any) -> tuple[He
     head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **changes)
     d = torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) > 0.4)
     return head, triton_backend.head_forward(head), d.to(DEVICE) * head.mask
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("dtype", "adapted"),
-    [("fp32", True), ("bf16x3", True), slow("fp32", False), slow("bf16", False), slow("fp16", True)],
-)
-def test_gradients_of_many_chunks_and_slabs_equal_those_of_one(
-    dtype: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The workspace holds only a few rows and columns at a time. `adapted`: the head has a bias and an adapter."""
-    n, v = 300, 1201
-    rng = torch.Generator().manual_seed(1)
-    kind = DTYPES.get(dtype, torch.float32)
-    terms: dict[str, Any] = dict(
-        bias=torch.randn(v, generator=rng).to(kind),
-        adapter_hidden=torch.randn(n, 3, generator=rng),
-        adapter_weight=torch.randn(v, 3, generator=rng).to(kind),
-    )
-    split = "both" if dtype == "bf16x3" else ""
-    head, result, d = head_and_upstream(n, v, split=split, **(terms if adapted else {}))
-    head = head._replace(hidden=head.hidden.to(kind), weight=head.weight.to(kind))
-    needs = NeedsGradient(*[True] * 5) if adapted else NEEDS
-    at_once = triton_backend.head_backward(head, result, d, None, needs)
-    head = head._replace(workspace=2**17)
-    monkeypatch.setattr(slabs, "_ROWS_AT_ONCE", 64)
-    with launches() as seen:
-        chunked = triton_backend.head_backward(head, result, d, None, needs)
-    parts = {
-        (x.arguments["weight"].base.data_ptr() if split else x.arguments["low"], x.arguments["index"].data_ptr())
-        for x in seen
-        if x.kernel.__name__ == "gradient_tile"
-    }
-    assert all(len(set(part)) >= 2 for part in zip(*parts, strict=True)), "several slabs, and several chunks"
-    torch.testing.assert_close(chunked, at_once)
-
-
-@on_device
-def test_a_row_with_only_an_entropy_gradient_is_computed() -> None:
-    head = head_rows(5, 24, 70, entropy=True)
-    d, d_entropy = to_device((torch.zeros(5), torch.ones(5)))
-    result = triton_backend.head_forward(head)
-    d[0] = 1
-    backends = (triton_backend, torch_backend)
-    gradients = [backend.head_backward(head, result, d, d_entropy, NEEDS) for backend in backends]
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].hidden is not None and gradients[0].hidden[1:].any(1).all()
 
 
 @on_device

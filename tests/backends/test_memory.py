@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers import compile_cases as cases
 from helpers.counters import LiveBytes
+from helpers.features import DTYPES
 from helpers.head_rows import NEEDS
 from helpers.marks import slow
-from helpers.oracle import DTYPES
 from torch import Tensor
 
 from gspo_kernels import memory

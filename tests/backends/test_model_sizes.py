@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import DEVICE
-from helpers.oracle import DTYPES
+from helpers.features import DTYPES
 from helpers.random_heads import (
     OPTIONS,
     ROWS_AT_ONCE,

@@ -15,7 +15,7 @@ from __future__ import annotations
 # functions of this name has the expression x + y; formatting does not matter. The edit may also be of a statement:
 # "[-statement-]{+pass+}" deletes it.
 #
-# "parity::test_x" is the function test_x in test_parity.py. "trainers/trl::test_x" names the folder too: by this name,
+# "array::test_x" is the function test_x in test_array.py. "trainers/trl::test_x" names the folder too: by this name,
 # faults/test_faults.py skips tests of trainers that are not installed.
 Fault = tuple[str, str, str]
 

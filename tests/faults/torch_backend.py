@@ -23,7 +23,7 @@ FAULTS: dict[str, Fault] = {
     "the first logit of other slabs missing in a top k": (
         "top_k:_merged",
         "torch.where([-is_first-]{+tops > -math.inf+}, -math.inf, tops)",
-        "distillation::test_the_top_k_are_those_of_full_logits[5-plain-fp64]",
+        f"{ROW}[top_k=3 tiles=many]",
     ),
     "any of several equal logits in a top k": (
         "top_k:_largest",
@@ -54,7 +54,7 @@ FAULTS: dict[str, Fault] = {
     "fp16 gradients not lifted out of underflow": (
         "LogitGradients.__init__",
         "[-tiles.operand_dtype == torch.float16-]{+False+}",
-        "parity::test_small_fp16_gradients_survive_the_product",
+        f"{ROW}[products=half dtype=fp16 logit_scale=0.015625 aggregation=token-mean tiles=parts]",
     ),
     "the last, narrower cell of a slab left out": (
         "WorkList._columns",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from faults.table import ROW, Fault
 
-BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
-CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
 CHECK = "self_check::test_correct_kernels_of_the_loss_pass[float32]"
 FAULTS: dict[str, Fault] = {
     "only the last pairs of a group are summed": (
@@ -21,7 +19,7 @@ FAULTS: dict[str, Fault] = {
     "last ragged tile dropped": (
         "triton/forward:forward_and_cache",
         "[--(-(high - low) // config.block_v)-]{+max((high - low) // config.block_v, 1)+}",
-        f"{BLOCKS}[sm_90-plain-fp32]",
+        f"{ROW}[backend=triton tiles=parts]",
     ),
     "mass not rescaled to the new maximum": (
         "_log_sum_exp",
@@ -36,7 +34,7 @@ FAULTS: dict[str, Fault] = {
     "ragged end of H not masked": (
         "_load_operands",
         "inside = tl.arange(0, BLOCK_H)[None, :] < [-remaining-]{+BLOCK_H+}",
-        f"{BLOCKS}[sm_90-plain-fp32]",
+        f"{ROW}[backend=triton tiles=parts]",
     ),
     "only the last partial sum over H kept": (
         "_product_by_pointers",
@@ -46,7 +44,7 @@ FAULTS: dict[str, Fault] = {
     "descriptors stay at the first block of H": (
         "logit_tile",
         "[first_column, [-start-]{+0+}]",
-        f"{BLOCKS}[sm_90-plain-bf16]",
+        f"{ROW}[backend=triton tiles=parts dtype=bf16]",
     ),
     "soft-cap missing in the kernel": (
         "_gradient_of_logits",
@@ -66,7 +64,7 @@ FAULTS: dict[str, Fault] = {
     "chunks overwrite each other": (
         "_Gradients._add_chunk",
         "add_product(d_weight, d_z.t(), hidden, first=[-chunk.start == 0-]{+True+})",
-        "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[fp32-False]",
+        f"{ROW}[backend=triton tiles=parts]",
     ),
     "power-of-two scale not removed": (
         "scatter_in_place",
@@ -114,12 +112,12 @@ FAULTS: dict[str, Fault] = {
     "rows beyond the last in a cell not zero": (
         "gradient_tile",
         "[-d = tl.where(n[:, None] < n_rows, d, 0.0)-]{+pass+}",
-        f"{CELLS}[triton-one part-plain-fp32]",
+        f"{ROW}[backend=triton tiles=parts gradient_budget=0.001]",
     ),
     "sums of earlier parts overwritten": (
         "cells/products:write",
         "[-acc += tl.load(out, mask=inside, other=0.0)-]{+pass+}",
-        f"{CELLS}[triton-many parts-plain-fp32]",
+        f"{ROW}[backend=triton tiles=parts gradient_budget=0.001]",
     ),
     "no barrier between writing and reading coefficients": (
         "sequence_loss",
@@ -159,7 +157,7 @@ FAULTS: dict[str, Fault] = {
     "non-contiguous log-probs read as contiguous": (
         "policy_forward.contiguous",
         "return [-None if x is None else x.contiguous()-]{+x+}",
-        "edges::test_no_form_of_an_input_changes_a_bit[triton-every second]",
+        f"{ROW}[backend=triton strides=tokens]",
     ),
     "only the last block of sequences summed": (
         "totals:total",
@@ -175,7 +173,7 @@ FAULTS: dict[str, Fault] = {
     "rows with only an entropy gradient left out": (
         "gradient_rows",
         "[-has_gradient = has_gradient | (d_entropy != 0)-]{+pass+}",
-        "kernels::test_a_row_with_only_an_entropy_gradient_is_computed",
+        f"{ROW}[backend=triton entropy_coef=0.02]",
     ),
     "empty sequences in the default normalizer": (
         "totals:total",

@@ -46,3 +46,11 @@ def linear_log_probs(*arguments: Any, **options: Any) -> LogProbOutput:
 
 def policy_loss(*arguments: Any, **options: Any) -> LossOutput:
     return to_device(LIBRARY.policy_loss(*to_device(arguments), **to_device(options)), "cpu")
+
+
+def run_policy(log_probs: Tensor, advantages: Tensor, **options: Any) -> tuple[LossOutput, Tensor]:
+    """Compute the loss from log-probs, and its gradient with respect to them."""
+    leaf = log_probs.detach().clone().requires_grad_()
+    out = policy_loss(leaf, advantages, **options)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    return out, gradient

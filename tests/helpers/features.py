@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from helpers.device import DEVICE
 from helpers.pair_cover import Ban
-from helpers.samples import random_sets
 from tolerance import PLAIN_ORDERS
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from gspo_kernels import KeptSets, Objective
+from gspo_kernels.backends.triton.tuning import ARCHITECTURES, SAME_AS
 from gspo_kernels.objective import AGGREGATIONS, DIVERGENCES, KL_ESTIMATORS, RATIOS, SURROGATES
 from gspo_kernels.reference import mask_of_sets, projection_log_probs
 from gspo_kernels.sampler_mismatch import RolloutCorrection
@@ -29,6 +30,7 @@ Tensors = dict[str, Tensor]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TEMPERATURES: dict[str, Any] = {"1": 1.0, "number": 0.7, "tensor": torch.tensor(0.7)}
 WINDOWS = {"narrow": (3e-4, 4e-4), "wide": (0.2, 0.28), "open": (0.9, math.inf)}
+SMALL_SCALE = 2.0**-6  # of large logits. Gradients of logits are too small for fp16, but those of operands are not.
 CEILINGS = {  # outside of the log-ratios of `_log_ratios`
     "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 1.9},
     "delta": {"narrow": 1.00045, "wide": 1.32},
@@ -48,14 +50,16 @@ FACTORS: dict[str, Sequence[Any]] = {
     "entry": ("fused", "chained"),
     "dtype": ("fp32", "fp64", "bf16", "fp16"),
     "layout": ("padded", "packed"),
-    "strides": ("contiguous", "hidden", "weight"),
+    "strides": ("contiguous", "hidden", "head", "tokens"),
     "mask": ("bool", "integer", "by target"),
-    "tokens": ("ragged", "holes", "masked sequences", "none"),
-    "tiles": ("one", "many"),
+    "tokens": ("ragged", "holes", "masked sequences", "none", "empty sequences", "no sequences"),
+    "ones": (None, None, "lengths", "batch", "vocabulary", "width", "all"),
+    "tiles": ("one", "many", "one", "many", "parts"),  # parts: many tiles in many chunks of rows and slabs of columns
+    "products": ("wide", "wide", "half"),  # half: of half-precision operands, as on tensor cores
     "policy": ("medium", "flat", "peaked", "ties"),
     "head": ("weight", "linear", "lora", "two loras"),
     "bias": (None, "argument", "module"),
-    "logit_scale": (1.0, 0.6, -0.8),
+    "logit_scale": (1.0, 0.6, -0.8, SMALL_SCALE),
     "logit_softcap": (None, 5.0),
     "temperature": ("1", "number", "tensor", "per token"),
     "vocab_size": ("all", "padded"),
@@ -88,13 +92,16 @@ FACTORS: dict[str, Sequence[Any]] = {
     "top_k": (0, 1, 3, "all"),
     "compile": (*[False] * 9, True),
     "backend": ("torch",),
+    "architecture": (None,),  # whose block shapes the kernels use
 }
 # With interpreted kernels
 OF_TRITON: dict[str, Sequence[Any]] = {
     "backend": ("triton",),
     "head_precision": (None, None, "fp32"),
     "compile": (False,),
+    "products": ("wide",),
     "top_k": (0,),
+    "architecture": (None, *(x for x in ARCHITECTURES if x not in SAME_AS and DEVICE.type == "cpu")),
 }
 # For vocabularies and sequences that are sharded over ranks. `helpers.sharded_runs` reads these values.
 OF_RANKS: dict[str, Sequence[Any]] = {
@@ -170,6 +177,8 @@ BANS = [
     Ban(("policy", "logit_scale"), lambda p, s: p == "peaked" and s < 0, "the targets would be the least likely ids"),
     Ban(("dtype", "policy"), lambda d, p: d == "fp64" and p == "peaked", "formulas in float64 lose digits of 1 - p"),
     Ban(("dtype", "policy"), lambda d, p: d == "fp16" and p == "peaked", "gradients of 1e-9 underflow"),
+    Ban(("ones", "extra_ids"), lambda o, k: o in ("vocabulary", "all") and k > 0, "gradients are 0 up to rounding"),
+    Ban(("ones", "policy"), lambda o, p: o is not None and p == "peaked", "no log-prob is larger than its rounding"),
     Ban(("policy", "kept_sets"), lambda p, s: p == "flat" and s == "single", "all log-probs are 0 with any policy"),
     Ban(("backend", "head_precision"), lambda b, p: b == "triton" and p == "bf16x3",
         "its error is larger: backends/test_cache.py holds it"),
@@ -186,7 +195,7 @@ BANS_OF_RANKS = [
 
 def row_of(settings: str) -> dict[str, Any]:
     """Parse "dtype=fp16 cache_mib=all_rows": the values that are not defaults, with _ for spaces."""
-    factors = FACTORS | OF_RANKS
+    factors = FACTORS | OF_RANKS | {"architecture": OF_TRITON["architecture"]}
     row = {name: values[0] for name, values in factors.items()}
     for setting in settings.split():
         name, _, text = setting.partition("=")
@@ -227,13 +236,16 @@ class Case:
     def mask(self) -> Tensor:
         return self.tokens["mask"]
 
-    def take(self, sequences: list[int]) -> Case:
-        """Return some of the sequences as a batch."""
-        tokens = {name: x if isinstance(x, KeptSets) else x[sequences] for name, x in self.tokens.items()}
-        if "kept_sets" in tokens:
-            rows = torch.arange(self.mask.numel()).view(self.mask.shape)[sequences].reshape(-1)
-            tokens["kept_sets"] = tokens["kept_sets"].select(rows)
-        return replace(self, tokens=tokens)
+    def take(self, sequences: list[int], tokens: int | None = None) -> Case:
+        """Return some of the sequences as a batch, or their first `tokens` tokens."""
+        shape = self.mask.shape
+
+        def cut(x: Any) -> Any:
+            if isinstance(x, KeptSets):
+                return x.select(torch.arange(self.mask.numel()).view(shape)[sequences, :tokens].reshape(-1))
+            return x[sequences, :tokens] if x.shape[:2] == shape else x[sequences]
+
+        return replace(self, tokens={name: cut(x) for name, x in self.tokens.items()})
 
     def lay_out(self, name: str) -> Any:
         """Return a tensor in the row's layout, None if the row has none."""
@@ -241,7 +253,13 @@ class Case:
         packed = self.row["layout"] == "packed" and x is not None
         if isinstance(x, KeptSets):
             return x.select(inside) if packed else x
-        return x[inside] if packed and x.shape[:2] == inside.shape else x
+        x = x[inside] if packed and x.shape[:2] == inside.shape else x
+        return restrided(x) if x is not None and self.row["strides"] == "tokens" else x
+
+
+def restrided(x: Tensor) -> Tensor:
+    """Return the same values with other numbers between them in memory."""
+    return torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0]
 
 
 def build(row: Mapping[str, Any], seed: int) -> Case:
@@ -255,18 +273,24 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
     def rand(*shape: int) -> Tensor:
         return torch.rand(shape, generator=rng, dtype=torch.float64)
 
+    ones = row["ones"]
     order = torch.randperm(7, generator=rng)
     lengths = torch.tensor([11, 1, 5, 0 if row["tokens"] == "masked sequences" else 7, 3, 9, 2])[order]
-    sequences, longest = 7, 11
+    lengths *= 6 if row["tiles"] == "parts" else 1
+    sequences, longest = 7, int(lengths.max())
+    if ones in ("lengths", "all"):
+        lengths, longest = torch.ones_like(lengths), 1
     inside = torch.arange(longest) < lengths[:, None]
     mask = inside.clone()
     if row["tokens"] != "ragged":
         mask &= rand(*mask.shape) > 0.25
     if row["tokens"] == "masked sequences":
         mask[lengths.argmax()] = False
-    if row["tokens"] == "none":
+    if row["tokens"] in ("none", "empty sequences", "no sequences"):
         mask[:] = False
-    vocab, width = (149, 33) if row["tiles"] == "many" else (41, 17)
+    vocab, width = {"one": (41, 17), "many": (149, 33), "parts": (331, 72)}[row["tiles"]]
+    vocab = 1 if ones in ("vocabulary", "all") else vocab
+    width = 1 if ones in ("width", "all") else width
     tp = row.get("tp", 1)
     vocab += -vocab % tp if row["vocab_size"] == "all" else 0  # all ranks have as many rows of the head
     columns = {"all": vocab, "padded": vocab + 5, "empty rank": -(-vocab // max(tp - 1, 1)) * tp}[row["vocab_size"]]
@@ -277,25 +301,30 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
     weight = randn(vocab + padding, width) * ({"flat": 0.05}.get(row["policy"], 3.0) / width**0.5)
     hidden = randn(sequences, longest, width)
     ids = torch.randint(0, vocab, mask.shape, generator=rng)
+    ends = torch.tensor([0, 28, 29, 63, 64, 127, 128, vocab - 1]).clamp(max=vocab - 1)  # of tiles of both backends
+    ids[:, ::2] = torch.where(ids[:, ::2] % 2 == 0, ends[ids[:, ::2] // 2 % len(ends)], ids[:, ::2])
     if row["policy"] == "ties":
         weight[1:vocab:2] = weight[0 : vocab - 1 : 2]
     sure = (rand(*mask.shape) < 0.7) & (row["policy"] == "peaked")
+    likely = min(7, vocab - 1)
     if row["policy"] == "peaked":  # most targets have a probability of 1 - 1e-9 without scale, soft-cap and adapters
         weight[:, 0] = 0
-        weight[7, 0] = 5.0 if row["temperature"] in ("1", "per token") else 3.5  # a temperature of 0.7
-        ids[sure] = 7
+        weight[likely, 0] = 5.0 if row["temperature"] in ("1", "per token") else 3.5  # a temperature of 0.7
+        ids[sure] = likely
         hidden[sure] = 0.01 * hidden[sure]
         hidden[..., 0] = torch.where(sure, 5.0, hidden[..., 0])
     weight[vocab:] = 100
+    lift = 1 / row["logit_scale"] if row["logit_scale"] == SMALL_SCALE else 1.0
+    weight *= lift
     leaves = {"weight": weight.to(wide)}
     if row["bias"]:
-        leaves["bias"] = randn(vocab + padding).to(wide)
+        leaves["bias"] = (lift * randn(vocab + padding)).to(wide)
     adapters = {"lora": 1, "two loras": 2}.get(row["head"], 0)
     for i in range(adapters):
         leaves[f"A{i}"] = (randn(3 + i, width) / width**0.5).to(wide)
-        leaves[f"B{i}"] = (0.5 * randn(vocab + padding, 3 + i)).to(wide)
-    if row["strides"] == "weight":
-        leaves["weight"] = leaves["weight"].t().contiguous().t()
+        leaves[f"B{i}"] = (lift / 2 * randn(vocab + padding, 3 + i)).to(wide)
+    if row["strides"] == "head":
+        leaves = {name: x.t().contiguous().t() if x.ndim == 2 else restrided(x) for name, x in leaves.items()}
     hidden[~mask] = math.nan
 
     tokens: dict[str, Any] = {"inside": inside, "mask": mask, "hidden": hidden.to(dtype), "target_ids": ids}
@@ -329,7 +358,8 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
     number = {"number": float, "tensor": torch.tensor}
     for name, divisor in (("normalizer", 17.0), ("kl_normalizer", 31.0)):
         if row[name]:
-            case.normalizers[name] = number[row[name]](divisor)
+            without_tokens = row[name] == "tensor" and not mask.any()  # a number of tokens or of sequences may be 0
+            case.normalizers[name] = number[row[name]](0.0 if without_tokens else divisor)
     lp = log_probs_of(case)
 
     def log_probs(x: Tensor) -> Tensor:
@@ -345,7 +375,11 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
     if row["kl"]:
         of_term = log_probs_of(case, full=True) if row["kl_log_probs"] else lp
         tokens["ref_log_probs"] = log_probs(of_term + 0.3 * randn(*mask.shape))
-    return case
+    if row["tokens"] == "empty sequences":
+        return case.take(list(range(7)), tokens=0)
+    if row["tokens"] == "no sequences":
+        return case.take([])
+    return case.take([3]) if ones in ("batch", "all") else case
 
 
 def _objective(row: Mapping[str, Any]) -> Objective:
@@ -386,21 +420,40 @@ def _log_ratios(case: Case, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
     noise = torch.where(mask, 0.02 * randn(*mask.shape), 0)
     noise = noise - noise.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     if o.ratio == "sequence-product":
-        u = torch.where(side < 0.5, -0.1, 0.1)
+        u = torch.where(side < 0.5, -0.1, 0.1) / max(mask.shape[1] / 11, 1)
         u[lengths.argmax()] *= 20 if o.surrogate == "vespo" else 3  # 22 beyond its bounds
     return u + noise
+
+
+def _random_sets(target_ids: Tensor, mask: Tensor, vocab: int, empty: str, rng: torch.Generator) -> KeptSets:
+    """Return random sets in random order. A quarter has one id, masked tokens have bad ids, and some sets are empty."""
+    share = torch.rand(mask.shape, generator=rng)[..., None]
+    kept = torch.rand(*mask.shape, vocab, generator=rng) < torch.where(share < 0.25, 0, share * min(41 / vocab, 1))
+    kept |= (target_ids[..., None] == torch.arange(vocab)) & mask[..., None]
+    if empty == "vocabulary":
+        kept &= torch.rand(mask.shape, generator=rng)[..., None] < 0.8
+    sets = KeptSets.from_mask(kept, empty=empty)
+    token = torch.repeat_interleave(torch.arange(mask.numel()), sets.sizes)
+    order = (token + torch.rand(len(token), generator=rng)).argsort()
+    ids = torch.where(mask.reshape(-1)[token], sets.ids[order], -7)
+    return sets._replace(ids=ids.int())
 
 
 def _sets(kind: str, ids: Tensor, mask: Tensor, vocab: int, rng: torch.Generator) -> KeptSets:
     if kind == "single":
         return KeptSets(torch.where(mask, ids, 0).reshape(-1), torch.arange(mask.numel() + 1))
-    sets = random_sets(ids, mask, vocab, "vocabulary" if kind == "empty is all" else "error", rng)
+    sets = _random_sets(ids, mask, vocab, "vocabulary" if kind == "empty is all" else "error", rng)
     if kind != "padded":
         return sets
     fill = torch.full((*mask.shape, vocab), -1)
     place = torch.arange(len(sets.ids)) - sets.offsets[:-1].repeat_interleave(sets.sizes)
     fill.view(-1, vocab)[torch.arange(mask.numel()).repeat_interleave(sets.sizes), place] = sets.ids.long()
     return KeptSets.from_padded(fill.masked_fill(~mask[..., None], -1), fill=-1)
+
+
+def make(settings: str = "", seed: int = 0) -> Case:
+    """Make the batch of `row_of(settings)`."""
+    return build(row_of(settings), seed)
 
 
 def module_of(case: Case, leaves: Mapping[str, Tensor]) -> Any:
@@ -417,6 +470,7 @@ def module_of(case: Case, leaves: Mapping[str, Tensor]) -> Any:
     import peft
 
     model = nn.ModuleDict({"lm_head": linear})
+    trained = {name: x.requires_grad for name, x in leaves.items()}
     for i, scaling in enumerate(case.scaling):
         config = peft.LoraConfig(r=3 + i, lora_alpha=round(scaling * (3 + i)), target_modules=["lm_head"])
         peft.inject_adapter_in_model(config, model, adapter_name=f"adapter{i}")
@@ -425,6 +479,8 @@ def module_of(case: Case, leaves: Mapping[str, Tensor]) -> Any:
     for i in range(len(case.scaling)):
         head.lora_A[f"adapter{i}"].weight = leaves[f"A{i}"]
         head.lora_B[f"adapter{i}"].weight = leaves[f"B{i}"]
+    for name, x in leaves.items():  # PEFT freezes the base
+        x.requires_grad_(trained[name])
     return head
 
 

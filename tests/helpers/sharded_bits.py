@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from helpers.samples import make_sample
+from helpers.features import make
 from helpers.sharded_cases import Context, case
 from helpers.sharded_features import H, N, rows, small_tiles
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, memory, policy_loss, validation
+from gspo_kernels import gspo_fused_loss, linear_log_probs, memory, policy_loss, validation
 from gspo_kernels.backends.torch.tiles import tiling
 from gspo_kernels.ranks import agreement
 
@@ -117,17 +117,19 @@ def _collectives_tp(context: Context) -> None:
 
 @case("collectives cp", 2)
 def _collectives_cp(context: Context) -> None:
-    sample = make_sample(3, objective=Objective(kl_coef=0.1))
+    sample = make("kl=term")
     group = context.group(2)
-    sequences = sample.target_ids.shape[0]
-    half = sample.target_ids.shape[1] // 2
+    sequences, longest = sample.mask.shape
+    half = longest // 2
     mine = slice(0, half) if rank_in(group) == 0 else slice(half, None)
 
     def run() -> list[Any]:
-        options = {name: x[:, mine] for name, x in sample.options.items()}
+        options = {name: sample.tokens[name][:, mine] for name in ("mask", "old_log_probs", "ref_log_probs")}
         with counted() as calls:
             log_probs = torch.full_like(options["old_log_probs"], -1.0).requires_grad_()
-            out = policy_loss(log_probs, sample.advantages, objective=sample.objective, cp_group=group, **options)
+            out = policy_loss(
+                log_probs, sample.tokens["advantages"], objective=sample.objective, cp_group=group, **options
+            )
             out.loss.backward()
         return calls
 

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 import torch
+from helpers.array import arguments_of, leaves_of
+from helpers.features import make
 from helpers.pages import CP_LINES, FSDP_TP_LINES, HUGGINGFACE_LINES
-from helpers.samples import make_sample, run_fused
 from helpers.sharded_cases import Context, case, relative
 from helpers.sharded_features import raises, rows
 from helpers.sharded_runs import contiguous, shard_rows
@@ -162,16 +163,19 @@ def _documented_fsdp(context: Context) -> None:
 @case("documented lines of CP", 4)
 def _documented_cp(context: Context) -> None:
     groups = context.square()
-    sample = make_sample(6, dtype=torch.float64, vocab=48)
-    mine = contiguous(sample.target_ids.shape, 2) == groups.cp.rank()
-    leaves = {"hidden": sample.leaves["hidden"][mine], "lm_head": shard_rows(sample.leaves["weight"], groups.tp)}
+    batch = make("dtype=fp64 tp=2", 6)
+    mine = contiguous(batch.mask.shape, 2) == groups.cp.rank()
+    one = leaves_of(batch)
+    gspo_fused_loss(**arguments_of(batch, one)).loss.backward()
+    leaves = {"hidden": one["hidden"][mine], "lm_head": shard_rows(one["weight"], groups.tp)}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
-    per_token = {name: x[mine] for name, x in sample.options.items()}
-    scope = {**leaves, **per_token, "target_ids": sample.target_ids[mine], "advantages": sample.advantages}
-    scope |= {"cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), mine.sum(1).cumsum(0)]), "vocab_size": 48}
+    per_token = {name: batch.tokens[name][mine] for name in ("mask", "old_log_probs", "target_ids")}
+    scope = {**leaves, **per_token, "advantages": batch.tokens["advantages"], "vocab_size": batch.vocab}
+    scope |= {"cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), mine.sum(1).cumsum(0)])}
     exec(CP_LINES, scope | {"tp_group": groups.tp, "cp_group": groups.cp})
-    _, expected = run_fused(sample, "torch")
+    d_hidden, d_weight = one["hidden"].grad, one["weight"].grad
+    assert d_hidden is not None and d_weight is not None
     assert leaves["hidden"].grad is not None and leaves["lm_head"].grad is not None
-    assert relative(leaves["hidden"].grad, expected["hidden"][mine]) <= SHARDED_GRADIENT_RELATIVE
+    assert relative(leaves["hidden"].grad, d_hidden[mine]) <= SHARDED_GRADIENT_RELATIVE
     torch.distributed.all_reduce(leaves["lm_head"].grad, group=groups.cp)
-    assert relative(leaves["lm_head"].grad, shard_rows(expected["weight"], groups.tp)) <= SHARDED_GRADIENT_RELATIVE
+    assert relative(leaves["lm_head"].grad, shard_rows(d_weight, groups.tp)) <= SHARDED_GRADIENT_RELATIVE

@@ -91,7 +91,7 @@ def run_rank(case: Case, groups: Groups, owner: Tensor) -> Part:
     if case.row["layout"] == "packed":
         tokens["inside"] = tokens["inside"] & mine
     else:
-        columns = mine[0]
+        columns = mine.all(0)
         assert (mine == columns).all()
         for name, x in tokens.items():
             if isinstance(x, KeptSets):

@@ -61,9 +61,11 @@ PINNED = [
     "kept_sets=offsets entropy=True",
     "kl=term cache_mib=all_rows",
     "kl=term kl_aggregation=token-mean normalizer=number",
+    "products=half dtype=fp16 logit_scale=0.015625 aggregation=token-mean tiles=parts",
     "ratio=token",
     "rollout_correction=two",
     "token_weights=per_token kl=term",
+    "top_k=3 tiles=many",
     "backend=triton cache_mib=all_rows logit_softcap=5.0",
     "backend=triton dtype=fp16",
     "backend=triton head_precision=bf16x3 window=wide cache_mib=all_rows head=lora",
@@ -71,7 +73,11 @@ PINNED = [
     "backend=triton kept_sets=offsets",
     "backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences",
     "backend=triton logit_softcap=5.0",
+    "backend=triton strides=tokens",
     "backend=triton surrogate=cispo advantages=per_token",
+    "backend=triton tiles=parts",
+    "backend=triton tiles=parts dtype=bf16",
+    "backend=triton tiles=parts gradient_budget=0.001",
 ]
 
 
@@ -89,7 +95,7 @@ def test_a_ban_with_an_error_raises_it(ban: Ban) -> None:
     rng = random.Random(0)
     for values in banned_values(ban, FACTORS):
         banned = dict(zip(ban.factors, values, strict=True))
-        start = {"compile": False, "tokens": "holes", "frozen": "nothing", "kept_sets": None, **banned}
+        start = {"compile": False, "tokens": "holes", "frozen": "nothing", "kept_sets": None, "ones": None, **banned}
         row = others.any(rng, start)
         with pytest.raises((ValueError, TypeError), match=ban.error):
             assert_right(build(row, 0))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers.captured import arguments_of
-from helpers.device import linear_log_probs, on_device, policy_loss
+from helpers.array import arguments_of, leaves_of, of_function
+from helpers.captured import arguments_of as arguments_of_call
+from helpers.device import gspo_fused_loss, linear_log_probs, on_device, policy_loss
+from helpers.features import make
 from helpers.marks import slow, triton_is_slow
-from helpers.samples import call_fused, make_sample, new_leaves
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
@@ -21,47 +22,31 @@ from gspo_kernels.ops import head as head_operators
 from gspo_kernels.ops import loss as loss_operators
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-SMALL: dict[str, Any] = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
-WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "gspo": WIDE,
-    "grpo": {**WIDE, "ratio": "token"},
-    "entropy": {**WIDE, "entropy_coef": 0.1},
+HEADS = {
+    "plain": "",
+    "all options": "bias=argument logit_softcap=5.0 logit_scale=0.6 temperature=per_token vocab_size=padded",
 }
-HEADS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bias-softcap-temperature": {
-        "bias": True,
-        "logit_softcap": 3.0,
-        "logit_scale": 0.8,
-        "temperature": "per-token",
-        "padded_vocab": 2,
-    },
-}
-
-
-def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
-    """Check every entry of the Jacobian. For interpreted kernels, which are slow, check random projections instead."""
-    return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
 
 
 @on_device
 @triton_is_slow
 def test_losses_pass_gradcheck(backend: str) -> None:
-    """Gradcheck also passes undefined gradients. Other objectives are compared with the oracle's gradients."""
-    sample = make_sample(1, objective=Objective(**OBJECTIVES["entropy"]), spread=0.3, **SMALL)
+    """Gradcheck also passes undefined gradients. tests/math/test_array.py compares other objectives with formulas."""
+    case = make(f"dtype=fp64 window=wide entropy_coef=0.02 backend={backend}", 1)
 
     def fused(*operands: Tensor) -> Tensor:
-        return call_fused(sample, dict(zip(sample.leaves, operands, strict=True)), backend).loss
+        return gspo_fused_loss(**arguments_of(case, dict(zip(("hidden", "weight"), operands, strict=True)))).loss
+
+    leaves = list(leaves_of(case).values())
+    of_policy = of_function(policy_loss, arguments_of(case, leaves_of(case)))
 
     def policy(log_probs: Tensor, entropies: Tensor) -> Tensor:
-        options = {name: sample.options[name] for name in ("mask", "old_log_probs")}
-        options |= {"objective": sample.objective, "backend": backend}
-        return policy_loss(log_probs, sample.advantages, entropy=entropies, **options).loss
+        return policy_loss(log_probs, **of_policy | {"entropy": entropies}).loss
 
-    lp = torch.where(sample.options["mask"], sample.options["old_log_probs"].double() - 0.05, -1.0)
-    assert gradcheck(fused, list(new_leaves(sample).values()), backend)
-    assert gradcheck(policy, (lp.requires_grad_(), lp.detach().abs().requires_grad_()), backend)
+    lp = torch.where(case.mask, of_policy["old_log_probs"] - 0.05, -1.0)
+    assert torch.autograd.gradcheck(fused, leaves, fast_mode=True)
+    operands = lp.requires_grad_(), lp.detach().abs().requires_grad_()
+    assert torch.autograd.gradcheck(policy, operands, fast_mode=backend == "triton")
 
 
 OPERATORS = {
@@ -71,35 +56,31 @@ OPERATORS = {
 }
 
 
-def operator_arguments(name: str, **options: Any) -> tuple[Any, ...]:
+def operator_arguments(name: str, settings: str) -> tuple[Any, ...]:
     """Return the arguments with which a public function calls its operator `name`."""
-    sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
-    leaves, ids = sample.leaves, sample.target_ids
-    of_head = {k: x for k, x in sample.options.items() if not k.endswith("_log_probs")}
-    of_policy = {k: sample.options[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
-    lp = (-torch.rand(ids.shape)).requires_grad_()
-    of_policy |= {"objective": sample.objective, "entropy": lp.abs() if sample.objective.entropy_coef else None}
+    case = make(settings, 3)
+    arguments = arguments_of(case, leaves_of(case))
+    lp = (-torch.rand(case.mask.shape)).requires_grad_()
+    of_policy = {"entropy": lp.abs() if case.objective.entropy_coef else None}
     calls = {
-        "linear_log_probs": lambda: linear_log_probs(
-            leaves["hidden"], leaves["weight"], ids, bias=leaves.get("bias"), **of_head
-        ),
-        "policy_loss": lambda: policy_loss(lp, sample.advantages, **of_policy),
-        "fused_loss": lambda: call_fused(sample, leaves),
+        "linear_log_probs": lambda: linear_log_probs(**of_function(linear_log_probs, arguments)),
+        "policy_loss": lambda: policy_loss(lp, **of_function(policy_loss, arguments) | of_policy),
+        "fused_loss": lambda: gspo_fused_loss(**arguments),
     }
     modules = {"linear_log_probs": log_probs, "policy_loss": policy, "fused_loss": fused_loss}
-    return arguments_of(modules[name], f"{name}_op", calls[name])
+    return arguments_of_call(modules[name], f"{name}_op", calls[name])
 
 
 @on_device
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_pass_opcheck(name: str, head: str, backend: str) -> None:
-    objective = Objective(kl_coef=0.1, ratio="token") if head == "plain" else Objective(entropy_coef=0.1)
+    objective = "kl=term ratio=token" if head == "plain" else "entropy_coef=0.02"
     operator = OPERATORS[name]
-    args = operator_arguments(name, objective=objective, **HEADS[head])
+    args = operator_arguments(name, f"{objective} {HEADS[head]}")
     torch.library.opcheck(operator.op, finite(operator.flatten((*args[:-1], backend))))
     if name != "policy_loss":  # with a budget and a cache; only rows with a gradient are kept, so all have one
-        rows = args[0]._replace(mask=torch.ones_like(args[0].mask), target_ids=args[0].target_ids.clamp(0, 5))
+        rows = args[0]._replace(mask=torch.ones_like(args[0].mask), target_ids=args[0].target_ids.clamp(0, 40))
         policy = [x._replace(advantages=torch.ones_like(x.advantages)) for x in args[1:-3] if hasattr(x, "advantages")]
         # A budget cannot be combined with an entropy bonus.
         others = [replace(x, entropy_coef=0.0) for x in args[1:-3] if isinstance(x, Objective)]
@@ -111,7 +92,7 @@ def test_operators_pass_opcheck(name: str, head: str, backend: str) -> None:
 def finite(flat: list[Any]) -> tuple[Any, ...]:
     """Replace the NaN and 1e30 of masked positions, because opcheck compares inputs before and after the call."""
     return tuple(
-        x.detach().nan_to_num().clamp(-9, 9).requires_grad_(x.requires_grad)
+        x.detach().nan_to_num(1).clamp(-9, 9).requires_grad_(x.requires_grad)
         if isinstance(x, Tensor) and x.is_floating_point()
         else x
         for x in flat
@@ -120,30 +101,24 @@ def finite(flat: list[Any]) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "name", "packed", "budget"),
+    "settings",
     [
-        ("torch", "gspo", False, 0.0),
-        ("torch", "grpo", True, 0.0),
-        ("torch", "entropy", False, 0.0),
-        ("torch", "gspo", True, 0.1),
-        ("triton", "entropy", False, 0.0),
-        ("triton", "gspo", True, 0.1),
+        "",
+        "ratio=token layout=packed",
+        "entropy_coef=0.02",
+        "layout=packed gradient_budget=0.3",
+        "backend=triton entropy_coef=0.02",
+        "backend=triton layout=packed gradient_budget=0.3",
     ],
 )
-def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
-    backend: str, name: str, packed: bool, budget: float
-) -> None:
-    objective = Objective(**OBJECTIVES[name])
+def test_compiled_without_a_graph_break_equals_eager_at_every_shape(settings: str) -> None:
+    def loss(arguments: dict[str, Any]) -> Tensor:
+        return gspo_kernels.gspo_fused_loss(**arguments).loss
 
-    def loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor, options: dict[str, Any]) -> Tensor:
-        return gspo_kernels.gspo_fused_loss(
-            hidden, weight, ids, advantages, objective=objective, gradient_budget=budget, backend=backend, **options
-        ).loss
-
-    def run(fn: Any, sample: Any) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
-        value = fn(*leaves, sample.target_ids, sample.advantages, sample.options)
-        return [value, *torch.autograd.grad(value, leaves)]
+    def run(fn: Any, case: Any) -> list[Tensor]:
+        leaves = leaves_of(case)
+        value = fn(arguments_of(case, leaves))
+        return [value, *torch.autograd.grad(value, list(leaves.values()))]
 
     torch.compiler.reset()
     graphs: list[Any] = []
@@ -154,12 +129,10 @@ def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
 
     backend_that_counts = aot_autograd(fw_compiler=count, bw_compiler=lambda module, inputs: make_boxed_func(module))
     compiled = torch.compile(loss, fullgraph=True, backend=backend_that_counts)
-    shapes = [(3, 2, 4), (5, 6), (2, 7, 3, 4), (9, 1, 1, 2, 6), (4,), (1, 1), (3, 3, 8), (8, 8, 2), (6, 5), (12, 1, 3)]
-    for seed, lengths in enumerate(shapes):
-        sample = make_sample(
-            seed, objective=objective, packed=packed, lengths=lengths, hidden_size=4, vocab=6
-        ).with_options(temperature=torch.tensor(0.5 + seed / 10), normalizer=torch.tensor(1.0 + seed))
-        for a, b in zip(run(loss, sample), run(compiled, sample), strict=True):
+    shapes = [(3, 4), (2, 6), (4, 7), (5, 9), (1, 4), (2, 1), (3, 8), (3, 2), (6, 5), (7, 11)]
+    for seed, (sequences, tokens) in enumerate(shapes):
+        case = make(f"{settings} temperature=tensor normalizer=tensor", seed).take(list(range(sequences)), tokens)
+        for a, b in zip(run(loss, case), run(compiled, case), strict=True):
             assert torch.equal(a, b)
     # One graph for the first shape, one for any shape, and more for sizes of 1, which the compiler specialises.
     assert len(graphs) <= 5

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.array import arguments_of, of_function
 from helpers.device import on_device, to_device
-from helpers.samples import make_sample
+from helpers.features import make
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor, nn
 from torch.autograd import functional
@@ -22,7 +23,6 @@ import gspo_kernels
 from gspo_kernels import Objective, gspo_fused_loss, reference
 
 OBJECTIVE = Objective(ratio="token", clip_low=0.2, clip_high=0.2, kl_coef=0.1)
-SMALL: dict[str, Any] = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64, "spread": 0.3}
 BATCHES = 3  # of a vmap
 REPLACEMENTS = {
     "gspo_fused_loss": "gspo_kernels.reference.gspo_reference_loss",
@@ -34,23 +34,17 @@ each_function = pytest.mark.parametrize("name", REPLACEMENTS)
 
 def arguments(seed: int, name: str) -> dict[str, Any]:
     """Return the tensor arguments of a public function, in float64. The first is differentiable, as is lm_head."""
-    sample = make_sample(seed, objective=OBJECTIVE, token_weights=True, temperature="per-token", **SMALL)
-    tensors = {**sample.options, "advantages": sample.advantages, "target_ids": sample.target_ids}
-    tensors |= {"lm_head": sample.leaves["weight"], "normalizer": torch.tensor(2.5 + seed, dtype=torch.float64)}
-    head = ("lm_head", "target_ids", "mask", "temperature")
-    policy = ("advantages", "mask", "old_log_probs", "ref_log_probs", "token_weights", "normalizer")
-    if name == "policy_loss":
-        log_probs = torch.where(sample.options["mask"], sample.options["old_log_probs"] - 0.05, -1.0)
-        names = policy
-        first = {"log_probs": log_probs}
-    else:
-        names = head if name == "linear_log_probs" else (*head, *policy)
-        first = {"hidden": sample.leaves["hidden"]}
-    tensors = first | {k: tensors[k] for k in names}
-    # Masked positions hold NaN and 1e30. A vmap over another mask would unmask them, so they are replaced.
-    if "target_ids" in tensors:
-        tensors["target_ids"] = tensors["target_ids"].clamp(0, SMALL["vocab"] - 1)
-    cleaned = {k: x.detach().double().nan_to_num().clamp(-9, 9) for k, x in tensors.items() if x.is_floating_point()}
+    case = make("dtype=fp64 ratio=token window=wide kl=term token_weights=per_token temperature=per_token", seed)
+    tensors = arguments_of(case, {"hidden": case.lay_out("hidden"), **case.leaves})
+    tensors["normalizer"] = torch.tensor(2.5 + seed, dtype=torch.float64)
+    tensors["log_probs"] = torch.where(case.mask, tensors["old_log_probs"] - 0.05, -1.0)
+    # Masked positions hold NaN and bad ids. A vmap over another mask would unmask them, so they are replaced.
+    tensors["target_ids"] = tensors["target_ids"].clamp(0, case.vocab - 1)
+    given = of_function(getattr(gspo_kernels, name), tensors)
+    first = {k: x for k, x in given.items() if k in ("hidden", "log_probs")}
+    tensors = {k: x for k, x in (first | given).items() if isinstance(x, Tensor)}
+    values = {k: x.detach().double().nan_to_num(1) for k, x in tensors.items() if x.is_floating_point()}
+    cleaned = {k: x.clamp(-9, 0 if k.endswith("log_probs") else 9) for k, x in values.items()}
     return tensors | cleaned
 
 
@@ -106,7 +100,7 @@ def test_a_second_backward_raises_an_error_that_says_what_to_use(how: str, name:
 
 def test_a_second_backward_of_an_adapter_raises(backend: str) -> None:
     peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False, dtype=torch.float64)})
+    model = nn.ModuleDict({"lm_head": nn.Linear(17, 41, bias=False, dtype=torch.float64)})
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False), model)
     tensors = arguments(0, "linear_log_probs") | {"lm_head": model["lm_head"].to(torch.float64)}
     adapter = [x for x in model.parameters() if x.requires_grad]

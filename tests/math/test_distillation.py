@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from faults.costs import counted
+from helpers.array import arguments_of, leaves_of, of_function
 from helpers.counters import StepCounts
-from helpers.oracle import DTYPES, HEADS
-from helpers.samples import Sample, make_sample, new_leaves
+from helpers.features import Case, make
 from helpers.tile_choices import small_tiles
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ from torch import Tensor
 from gspo_kernels import Objective, linear_log_probs, metrics, policy_loss, validation
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.distillation import KINDS, TAILS, linear_top_k, teacher_advantages, topk_divergence
-from gspo_kernels.reference import gspo_reference_loss, kl_to_reference, token_log_probs
+from gspo_kernels.reference import gspo_reference_loss, kl_to_reference
 
 FORMS = [(kind, tail) for kind in KINDS for tail in TAILS if kind != "generalized" or tail == "drop"]
 V, BETA = 9, 0.3
@@ -225,39 +225,6 @@ def test_a_divergence_without_gradient_is_pointed_out(monkeypatch: pytest.Monkey
 # -- the top k ids
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head", ["plain", "all"])
-@pytest.mark.parametrize("k", [1, 5, 37])
-def test_the_top_k_are_those_of_full_logits(dtype: str, head: str, k: int) -> None:
-    sample = make_sample(3, dtype=DTYPES[dtype], **HEADS[head])
-    mask = sample.options["mask"]
-    names = ("vocab_size", "temperature", "logit_scale", "logit_softcap")
-    options = {name: sample.options[name] for name in names if name in sample.options}
-    bias = sample.leaves.get("bias")
-    with small_tiles(4, 8):
-        top = linear_top_k(sample.leaves["hidden"], sample.leaves["weight"], k, mask=mask, bias=bias, **options)
-    truth = full_log_probs(sample.cast(torch.float64)).detach()[mask]
-    ids, log_probs = top.ids[mask], top.log_probs[mask]
-    assert log_probs.dtype == (torch.float64 if dtype == "fp64" else torch.float32) and not log_probs.requires_grad
-    for expected in (truth.topk(k).values, truth.gather(1, ids)):
-        torch.testing.assert_close(log_probs.double(), expected, rtol=KEPT_VALUE_RELATIVE, atol=KEPT_VALUE_ABSOLUTE)
-    assert all(len(set(row)) == k for row in ids.tolist())
-    assert (top.ids[~mask] == -1).all() and (top.log_probs[~mask] == -torch.inf).all()
-
-
-def full_log_probs(sample: Sample) -> Tensor:
-    """Log-probs of the whole vocabulary from full logits, [B, T, V]."""
-    names = ("logit_scale", "logit_softcap", "vocab_size", "temperature")
-    options = {name: sample.options[name] for name in names if name in sample.options}
-    if isinstance(options.get("temperature"), Tensor):
-        options["temperature"] = options["temperature"].reshape(-1)
-    hidden, weight, bias = (sample.leaves.get(name) for name in ("hidden", "weight", "bias"))
-    assert hidden is not None and weight is not None
-    rows, vocab = hidden.flatten(0, -2), options.get("vocab_size") or len(weight)
-    columns = [token_log_probs(rows, weight, torch.full((len(rows),), v), bias, **options)[0] for v in range(vocab)]
-    return torch.stack(columns, -1).view(*sample.target_ids.shape, vocab)
-
-
 def test_equal_logits_are_in_the_order_of_ids_and_confident_log_probs_keep_their_digits() -> None:
     hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     weight = torch.tensor([[0.0, 18.0], [0.0, 1.0], [1.0, 2.0], [1.0, 1.0], [1.0, 2.0], [0.0, -200.0]])
@@ -274,53 +241,52 @@ def test_equal_logits_are_in_the_order_of_ids_and_confident_log_probs_keep_their
 # -- next to a policy loss
 
 
-def losses(sample: Sample, leaves: dict[str, Tensor], ids: Tensor | None, log_q: Tensor, kept: Any) -> Tensor:
+def losses(case: Case, leaves: dict[str, Tensor], ids: Tensor | None, log_q: Tensor) -> Tensor:
     """GSPO-token, KL over the vocabulary and a teacher at `ids`; without a teacher if `ids` is None."""
-    options, mask = dict(sample.options), sample.options["mask"]
-    old, ref = options["old_log_probs"], options["ref_log_probs"]
-    arguments = leaves["hidden"], leaves["weight"], sample.target_ids
-    full = linear_log_probs(*arguments, mask=mask, extra_ids=ids, backend="torch")
+    arguments = arguments_of(case, leaves)
+    of_head = of_function(linear_log_probs, arguments)
+    over_vocabulary: dict[str, Any] = of_head | {"kept_sets": None, "extra_ids": ids}
+    full = linear_log_probs(**over_vocabulary)
     log_probs, kl = full.log_probs, None
-    if kept is not None:
-        log_probs, kl = linear_log_probs(*arguments, mask=mask, kept_sets=kept, backend="torch").log_probs, log_probs
-    loss = policy_loss(
-        log_probs, sample.advantages, mask=mask, old_log_probs=old, ref_log_probs=ref, kl_log_probs=kl,
-        objective=sample.objective,
-    ).loss  # fmt: skip  # lines by subject
+    if arguments["kept_sets"] is not None:
+        log_probs, kl = linear_log_probs(**of_head).log_probs, log_probs
+    loss = policy_loss(log_probs, **of_function(policy_loss, arguments) | {"entropy": None, "kl_log_probs": kl}).loss
     if full.extra_log_probs is None:
         return loss
-    divergence = topk_divergence(full.extra_log_probs, log_q, kind="forward", tail="bucket", mask=mask)
-    return loss + 0.3 * divergence.sum() / mask.sum()
+    divergence = topk_divergence(full.extra_log_probs, log_q, kind="forward", tail="bucket", mask=case.mask)
+    return loss + 0.3 * divergence.sum() / case.mask.sum()
 
 
-@pytest.mark.parametrize("kept", [None, "error"])
-def test_a_teacher_takes_no_further_pass_and_gradients_equal_float64(kept: str | None) -> None:
+@pytest.mark.parametrize("kept", ["None", "offsets"])
+def test_a_teacher_takes_no_further_pass_and_gradients_equal_float64(kept: str) -> None:
     # The KL gives every row a gradient, with and without a teacher.
-    objective = Objective(ratio="sequence-token", kl_coef=0.1, kl_aggregation="token-mean")
-    sample = make_sample(4, dtype=torch.float64, objective=objective, kept=kept, per_token_advantages=True)
-    sets, mask = sample.options.get("kept_sets"), sample.options["mask"]
-    teacher = linear_top_k(sample.leaves["hidden"].flip(-1), sample.leaves["weight"], 8)
+    settings = "dtype=fp64 ratio=sequence-token kl=term kl_aggregation=token-mean advantages=per_token"
+    case = make(f"{settings} kept_sets={kept}", 4)
+    hidden, mask = case.tokens["hidden"], case.mask
+    teacher = linear_top_k(hidden.flip(-1), case.leaves["weight"], 8, mask=mask)
     results = []
     for ids in (None, teacher.ids):
-        leaves = new_leaves(sample)
+        leaves = leaves_of(case)
         with counted(StepCounts(), torch_backend) as counts:
-            loss = losses(sample, leaves, ids, teacher.log_probs, sets)
+            loss = losses(case, leaves, ids, teacher.log_probs)
             gradients = torch.autograd.grad(loss, list(leaves.values()))
         results.append((counts.multiply_adds, metrics.last_backward()["passes"].item()))
     assert results[0] == results[1] and results[0][0] > 0 and results[0][1] == 4
 
-    truth = sample.cast(torch.float64)
-    full = full_log_probs(truth)
+    truth = leaves_of(case)
+    arguments = arguments_of(case, truth)
+    names = ("target_ids", "advantages", "mask", "old_log_probs", "kept_sets")
     policy = gspo_reference_loss(
-        truth.leaves["hidden"], truth.leaves["weight"], sample.target_ids, truth.advantages,
-        objective=replace(objective, kl_coef=0.0), **truth.options,
+        truth["hidden"], truth["weight"], **{name: arguments[name] for name in names},
+        objective=replace(case.objective, kl_coef=0.0),
     ).loss  # fmt: skip  # lines by subject
-    at_target = full.gather(-1, sample.target_ids.clamp(0, 36)[..., None])[..., 0][mask]
-    kl = kl_to_reference(at_target, truth.options["ref_log_probs"][mask].double(), at_target, "k3").mean()
-    p, q = full.gather(-1, teacher.ids)[mask].exp(), teacher.log_probs[mask].exp()
+    full = (truth["hidden"][mask] @ truth["weight"].t()).log_softmax(-1)
+    at_target = full.gather(-1, case.tokens["target_ids"][mask][:, None])[:, 0]
+    kl = kl_to_reference(at_target, case.tokens["ref_log_probs"][mask].double(), at_target, "k3").mean()
+    p, q = full.gather(-1, teacher.ids[mask]).exp(), teacher.log_probs[mask].exp()
     rest = [1 - x.sum(1) for x in (p, q)]
     rows = [formula(p[i], q[i], "forward", "bucket", rest[0][i], rest[1][i]) for i in range(len(p))]
     expected = policy + 0.1 * kl + 0.3 * torch.stack(rows).mean()
     torch.testing.assert_close(loss, expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
-    for ours, true in zip(gradients, torch.autograd.grad(expected, list(truth.leaves.values())), strict=True):
+    for ours, true in zip(gradients, torch.autograd.grad(expected, list(truth.values())), strict=True):
         assert (ours - true).norm() <= SHARDED_GRADIENT_RELATIVE * true.norm()

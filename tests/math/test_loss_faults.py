@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.device import DEVICE, on_device, policy_loss
+from helpers.array import run
+from helpers.device import DEVICE, on_device, policy_loss, run_policy
+from helpers.features import make
 from helpers.head_rows import head_rows
-from helpers.samples import make_sample, run_fused, run_policy
 from helpers.tile_choices import choices
 from tolerance import LOG_PROB_RMS_ON_GPUS, LOG_PROB_UNIT_RMS
-from torch import Tensor
 
 from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch, live_tiles
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.precision import power_of_two
-from gspo_kernels.backends.rows import HeadRows, NeedsGradient
+from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.torch import tiles as torch_tiles
 
 # -- terms of the loss
@@ -117,35 +116,6 @@ def test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan(target: int, backen
     assert torch.equal(ours[ours.isfinite()], expected[ours.isfinite()])
 
 
-RESTRIDES: dict[str, Callable[[Tensor], Tensor]] = {
-    "every-second": lambda x: torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0],
-    "column-major": lambda x: x.t().contiguous().t(),
-    "with-offset": lambda x: torch.cat([x[:1], x])[1:],
-}
-
-
-@pytest.mark.parametrize("restride", RESTRIDES)
-def test_operands_of_a_head_need_not_be_contiguous(restride: str, backend: str) -> None:
-    rng = torch.Generator().manual_seed(0)
-    head = head_rows(
-        9,
-        24,
-        70,
-        bias=torch.randn(70, generator=rng),
-        adapter_hidden=torch.randn(9, 3, generator=rng),
-        adapter_weight=torch.randn(70, 3, generator=rng),
-        temperature=torch.rand(9, generator=rng) + 0.5,
-    )
-    strided = HeadRows._make(RESTRIDES[restride](x) if isinstance(x, Tensor) else x for x in head)
-    implementation = dispatch.implementation(backend)
-    results = []
-    for x in (head, strided):
-        result = implementation.head_forward(x)
-        gradients = implementation.head_backward(x, result, torch.ones(9), None, NeedsGradient(*[True] * 5))
-        results.append((result.log_probs, *gradients))
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize(("upstream", "scale"), [(1.0, 1e-6), (1e-3, 1e-6), (1.0, -1e-6)])
 def test_fp16_gradients_of_a_small_slope_do_not_underflow(
     upstream: float, scale: float, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -191,9 +161,8 @@ def test_operands_are_half_precision_only_if_products_are_fp32(monkeypatch: pyte
 @on_device
 def test_nothing_is_dropped_while_a_graph_is_captured(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_tiles, "is_captured", lambda x: True)
-    sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.3)
     with choices() as made:
-        out, _ = run_fused(sample, backend)
+        out = run(make(f"backend={backend} tiles=many gradient_budget=0.3"))
     rows, pays = made[0].live.counts.tolist()
     assert rows > 0 and not pays and out.metrics["dropped_gradient_mass"] == 0
 

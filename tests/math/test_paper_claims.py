@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.device import on_device, policy_loss
+from helpers.device import on_device, policy_loss, run_policy
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, ours, rollout
-from helpers.samples import run_policy
 from torch import Tensor
 
 from gspo_kernels import Objective

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import run_policy
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, rollout
 from helpers.pages import DOCS, code_blocks
-from helpers.samples import run_policy
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor
 

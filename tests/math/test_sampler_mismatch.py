@@ -1,15 +1,17 @@
-"""Importance weights and off-policy masks of rollouts, compared with their formulas, computed on Python floats."""
+"""Importance weights and off-policy masks of rollouts, compared with their formulas."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.device import on_device, policy_loss
-from helpers.samples import run_policy
-from tolerance import FLOAT64_RELATIVE, WEIGHT_METRIC_RELATIVE
+from helpers.array import arguments_of, assert_right, leaves_of, unmasked
+from helpers.device import on_device, policy_loss, run_policy
+from helpers.features import make
+from tolerance import FLOAT64_RELATIVE
 
 from gspo_kernels import Objective, validation
 from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
@@ -28,52 +30,22 @@ def batch(packed: bool) -> dict[str, Any]:
     return inputs
 
 
-def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[list[list[float]], list[float], int]:
-    """Return weights [5, 9], log rho of each unmasked token, and the number of weights that a bound changed."""
-    old, roll, mask = (batch(False)[k].tolist() for k in ("old_log_probs", "rollout_log_probs", "mask"))
-    weights = [[0.0] * 9 for _ in range(5)]
-    log_rhos = []
-    bounded = 0
-    for i in range(5):
-        tokens = [t for t in range(9) if mask[i][t]]
-        logs = {t: old[i][t] - roll[i][t] for t in tokens}
-        for t in tokens:
-            log = {"token": logs[t], "sequence": sum(logs.values()), "geometric": sum(logs.values()) / len(logs)}[level]
-            rho = math.exp(log)
-            inside = low <= rho <= high
-            bounded += not inside
-            weights[i][t] = rho if inside else min(max(rho, low), high) if mode == "truncate" else 0.0
-            if mode == "gate" and inside:
-                weights[i][t] = 1.0
-            log_rhos.append(logs[t])
-    return weights, log_rhos, bounded
-
-
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_and_metrics_match_plain_python(level: str, mode: str, packed: bool) -> None:
-    low, high = 0.8, 1.3
-    ours = importance_weights(**batch(packed), level=level, mode=mode, low=low, high=high)
-    weights, log_rhos, bounded = expected_weights(level, mode, low, high)
-    expected = torch.tensor(weights, dtype=torch.float64)
-    torch.testing.assert_close(ours.weights.view(5, 9), expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
-    w = expected.flatten()
-    n = len(log_rhos)
-    assert 0 < bounded < n
-    metrics = {
-        "tokens": n,
-        "weight_mean": w.sum() / n,
-        "weight_square_mean": w.square().sum() / n,
-        "weight_max": w.max(),
-        "bound_share": bounded / n,
-        "effective_sample_size": w.sum() ** 2 / (n * w.square().sum()),
-        "kl_sampler_trainer": sum(math.exp(d) - 1 - d for d in log_rhos) / n,
-    }
-    assert ours.metrics.keys() == metrics.keys()
-    for name, value in metrics.items():
-        assert ours.metrics[name].item() == pytest.approx(float(value), rel=WEIGHT_METRIC_RELATIVE), name
-        assert ours.metrics[name].ndim == 0
+def test_weights_and_metrics_equal_float64(level: str, mode: str, layout: str) -> None:
+    correction = RolloutCorrection(level, mode, 0.95, 1.05)
+    case = make(f"dtype=fp64 rollout_correction=mask tokens=masked_sequences layout={layout}")
+    case = replace(case, objective=replace(case.objective, rollout_correction=correction))
+    assert_right(case)
+    expected = unmasked(case)
+    assert 0 < expected.rollout_metrics["rollout_bound_share"] < 1
+    names = ("old_log_probs", "rollout_log_probs", "mask", "cu_seqlens")
+    arguments = {name: x for name, x in arguments_of(case, leaves_of(case)).items() if name in names}
+    ours = importance_weights(**arguments, level=level, mode=mode, low=0.95, high=1.05)
+    weights = ours.weights[arguments["mask"]]
+    torch.testing.assert_close(weights, expected.weights, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+    assert {f"rollout_{name}" for name in ours.metrics.keys() - {"tokens"}} == expected.rollout_metrics.keys()
 
 
 def test_a_nan_reaches_the_loss_and_an_overflow_is_bounded() -> None:

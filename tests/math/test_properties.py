@@ -73,7 +73,8 @@ def test_masked_tokens_have_exactly_zero_influence(backend: str, case: Case, see
     assert_same(run(case), run(other))
 
 
-@given(cases(head="linear"), st.integers(0, 6))
+# The small tiles of the other values have 29 columns. BLAS multiplies so few in an order that depends on the row.
+@given(cases(tiles="one"), st.integers(0, 6))
 def test_a_sequence_alone_has_the_bits_it_has_in_any_batch(case: Case, i: int) -> None:
     if len(case.mask):
         i %= len(case.mask)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -103,14 +104,24 @@ class Policy:
     def reference(self) -> Iterator[Policy]:
         """Yield the policy before training: this one without its LoRA adapter, or `initial` on this device."""
         if self.initial is None:
+            # PEFT sets `requires_grad` of the registered weights, which must be the sharded ones: FSDP2 copies theirs.
+            self.reshard()
             with self.model.disable_adapter():
-                yield self
+                try:
+                    yield self
+                finally:
+                    self.reshard()
             return
         self.initial.model.to(self.device)
         try:
             yield self.initial
         finally:
             self.initial.model.to("cpu")
+
+    def reshard(self) -> None:
+        """Free the gathered weights of FSDP2's outermost group, which stay gathered after a forward."""
+        if isinstance(self.inner, FSDPModule):
+            self.inner.reshard()
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write the model (with LoRA, its adapter) and the tokenizer so that `load_policy` can load them.

@@ -164,7 +164,7 @@ def rows_of_ranks() -> list[tuple[dict[str, str], dict[str, Any]]]:
     size = {"group_size": 3, "prompts_per_step": 6, "updates_per_rollout": 3}
     rows = []
     for i, row in enumerate([{"rewards": "half dead"}, {"kl": "KL", "epochs": "2"}, *others]):
-        is_sharded = i % 2 == 0 and row.get("trained") != "LoRA of the head"
+        is_sharded = i % 2 == 0
         more = size | {"parallel": "fsdp2" if is_sharded else "ddp"} | ({"micro_batch_size": 1} if i % 3 else {})
         sampler = {"sampler": "exact"} if is_sharded else {}  # sharded weights are not rounded
         rows.append(({**FIRST, **row, **sampler, "objective": PRESETS[i], "stop": "one rank"}, more))

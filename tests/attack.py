@@ -125,7 +125,7 @@ def other_process() -> ProcessPoolExecutor:
 
 
 def assert_same_bits(seed: int, backend: str) -> None:
-    """Compare the log-probs of a batch with those of five padded batches of its tokens, computed in another process."""
+    """Split the tokens into five padded batches. Another process must compute the same log-probs for them."""
     rng, n = random.Random(seed), TOKENS[backend]
     whole = log_probs_of(seed, backend, rng.choice((1, 2, 3)))
     parts = other_process().submit(log_probs_of_parts, seed, backend, rng.choice((1, 2, 3))).result()

@@ -104,7 +104,8 @@ class Policy:
     def reference(self) -> Iterator[Policy]:
         """Yield the policy before training: this one without its LoRA adapter, or `initial` on this device."""
         if self.initial is None:
-            # PEFT sets `requires_grad` of the registered weights, which must be the sharded ones: FSDP2 copies theirs.
+            # PEFT switches `requires_grad` of the registered weights off and on. Register the sharded weights first,
+            # because FSDP2 copies their setting to the gathered ones.
             self.reshard()
             with self.model.disable_adapter():
                 try:

@@ -128,8 +128,8 @@ def arguments_of(case: Case, leaves: Mapping[str, Tensor], **changes: Any) -> di
 
 
 def of_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that a function has."""
-    names = inspect.signature(getattr(gspo_kernels, function.__name__)).parameters
+    """Return the arguments that a function accepts."""
+    names = inspect.signature(getattr(gspo_kernels, function.__name__, function)).parameters
     return {name: x for name, x in arguments.items() if name in names}
 
 
@@ -210,8 +210,7 @@ def run(case: Case, **groups: Any) -> Results:
 
 
 def top_k_of(case: Case, arguments: dict[str, Any]) -> Any:
-    names = inspect.signature(linear_top_k).parameters
-    options = {name: x for name, x in arguments.items() if name in names} | {"mask": case.lay_out("mask")}
+    options = of_function(linear_top_k, arguments) | {"mask": case.lay_out("mask")}
     with settings_of(case.row), torch.autocast(DEVICE.type, torch.bfloat16, enabled=case.row["autocast"]):
         return to_device(linear_top_k(**to_device(options), k=width_of_top_k(case)), "cpu")
 
@@ -574,7 +573,7 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         if dtype == torch.float32:  # where terms cancel, as large as in plain PyTorch
             rms += (same - true).square().mean().sqrt().item()
         columns = -1 if more and law.itemsize == 2 else x.shape[-1]
-        if x.dtype == torch.float16 and true.ndim > 1:  # which changes the direction of such rows
+        if x.dtype == torch.float16 and true.ndim > 1:  # rounding may change the direction of rows near 0
             sizes = true.abs().amax(-1)
             columns = -1 if ((sizes > 0) & (sizes < 2**-14)).any() else columns
         flat = [y.reshape(-1, columns) if columns > 0 else y.reshape(-1) for y in (x, same, true)]
@@ -639,9 +638,8 @@ def assert_work(
     computed = live[:, None] if dropped is None else live[:, None] & ~dropped[:, :columns]
     tiles = computed.expand(-1, columns).sum().item() / (n * columns)
     total = mass.sum().item() if dropped is not None else 0.0
-    total_of_loss = (
-        total / UPSTREAM if case.row["entry"] == "fused" else total
-    )  # the forward knows no upstream gradient
+    # The forward does not know the upstream gradient.
+    total_of_loss = total / UPSTREAM if case.row["entry"] == "fused" else total
     share = 0.0 if dropped is None or not total else mass[dropped].sum().item() / total
     exact = {"live_row_share": live.sum().item() / n, "live_tile_share": tiles}
     assert_close({name: work[name] for name in exact}, exact)

@@ -30,7 +30,7 @@ Tensors = dict[str, Tensor]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TEMPERATURES: dict[str, Any] = {"1": 1.0, "number": 0.7, "tensor": torch.tensor(0.7)}
 WINDOWS = {"narrow": (3e-4, 4e-4), "wide": (0.2, 0.28), "open": (0.9, math.inf)}
-SMALL_SCALE = 2.0**-6  # of large logits. Gradients of logits are too small for fp16, but those of operands are not.
+SMALL_SCALE = 2.0**-6  # with a large head: gradients of logits underflow in fp16, gradients of operands do not
 CEILINGS = {  # outside of the log-ratios of `_log_ratios`
     "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 1.9},
     "delta": {"narrow": 1.00045, "wide": 1.32},

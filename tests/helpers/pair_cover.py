@@ -152,7 +152,7 @@ def pair_cover(
 
 
 def value_cover(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Choose a few of the rows, such that every value of every factor occurs in at least one of them."""
+    """Choose a few rows in which every value of every factor occurs at least once."""
     missing, chosen = {item for row in rows for item in row.items()}, []
     while missing:
         chosen.append(max(rows, key=lambda row: len(missing & row.items())))

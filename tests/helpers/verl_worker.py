@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
     "tied": False,
     "lora": 0,
     "micro": 4,
-    "advantages": None,  # of the answers of each rank; None: those of `batch`
+    "advantages": None,  # one list per rank; None: the advantages of `batch`
     "calculate_entropy": True,
     "loss_mode": "gspo",
     "kl": 0.0,

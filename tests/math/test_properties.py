@@ -73,7 +73,7 @@ def test_masked_tokens_have_exactly_zero_influence(backend: str, case: Case, see
     assert_same(run(case), run(other))
 
 
-# The small tiles of the other values have 29 columns. BLAS multiplies so few in an order that depends on the row.
+# With the narrow tiles of `tiles=many`, BLAS may add in an order that depends on the position of the row.
 @given(cases(tiles="one"), st.integers(0, 6))
 def test_a_sequence_alone_has_the_bits_it_has_in_any_batch(case: Case, i: int) -> None:
     if len(case.mask):

@@ -479,7 +479,8 @@ def test_eight_ranks_run_hardly_more_tokens_than_the_live_answers_have() -> None
     """
     ranks, batches, rows = 8, 8, 4
     generator = torch.Generator().manual_seed(0)
-    sorted_tokens, unsorted_tokens, slowest = 0, 0, []
+    sorted_tokens = unsorted_tokens = 0
+    slowest = []
     for _ in range(100):
         live = (torch.rand(ranks, 4, generator=generator) < 0.5).repeat_interleave(8, 1)
         lengths = (350 * torch.randn(ranks, batches * rows, generator=generator).mul(0.6).exp()).clamp(1, 1000).long()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+
+_folders: list[Iterator[Path]] = []  # one iterator in a rank, empty elsewhere
+_stores: list[dist.TCPStore] = []  # which rank 0 must keep
 
 
 def run_ranks(
@@ -28,14 +32,11 @@ def run_ranks(
     """
     if imported:
         multiprocessing.set_forkserver_preload([imported])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)  # for the server
         started: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _run,
-            args=(main, ranks, port, folder, args),
+            args=(main, ranks, folder, args),
             nprocs=ranks,
             start_method=os.environ.get("GSPO_TEST_START", "forkserver" if imported else "spawn"),
             join=False,
@@ -48,10 +49,30 @@ def run_ranks(
             pytest.fail("a rank hangs")
 
 
-def _run(rank: int, main: Callable[..., None], ranks: int, port: int, folder: Path, args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks)
-    )
+def meet() -> None:
+    """Make the next `init_process_group` meet at a new store. All ranks call this. Outside `run_ranks`, do nothing.
+
+    The system chooses the port, and rank 0 listens there before the other ranks learn it, so no process can take it.
+    """
+    if not _folders:
+        return
+    folder, rank = next(_folders[0]), os.environ["RANK"]
+    if rank == "0":
+        folder.mkdir()
+        _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        (folder / "unfinished").write_text(str(_stores[-1].port))
+        (folder / "unfinished").rename(folder / "port")
+    while not (folder / "port").exists():  # `run_ranks` has a deadline
+        time.sleep(0.01)
+    port = (folder / "port").read_text()
+    # The last variable keeps rank 0 from listening at this port itself.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+def _run(rank: int, main: Callable[..., None], ranks: int, folder: Path, args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    _folders.append(folder / f"meeting-{i}" for i in itertools.count())
+    meet()
     torch.set_num_threads(int(os.environ.get("GSPO_TEST_THREADS", "1")))
     main(rank, folder, *args)
     # Gloo's threads may deadlock during an orderly shutdown, so exit abruptly once all ranks are done.

@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import chat_model
 from helpers.pair_cover import pair_cover, seed_of_the_week, value_cover
-from helpers.ranks import run_ranks
+from helpers.ranks import meet, run_ranks
 from helpers.reference_runs import moe_checkpoint, rows_of, small, write_jsonl
 from helpers.trainer_truth import Truth
 
@@ -269,7 +269,7 @@ def test_a_run_is_right_and_continues_to_the_bit(
 
 def rank_main(rank: int, folder: Path, models: dict[str, dict[str, Any]], rows: list[Any]) -> None:
     with pytest.raises(InputError, match=r"used is in use: another process"):
-        train_on_next_port(small(folder, name="used", prompts_per_step=2, updates_per_rollout=1))
+        meet_and_train(small(folder, name="used", prompts_per_step=2, updates_per_rollout=1))
     for i, (row, more) in enumerate(rows):
         (folder / f"{i}").mkdir(exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
@@ -294,9 +294,8 @@ def test_a_batch_that_processes_cannot_share_is_refused(tmp_path: Path, monkeypa
     assert not (tmp_path / "demo").exists()
 
 
-def train_on_next_port(*arguments: Any, **options: Any) -> Any:
-    """Train. Ranks meet at another port for each run."""
-    os.environ["MASTER_PORT"] = str(int(os.environ.get("MASTER_PORT", "0")) + 1)
+def meet_and_train(*arguments: Any, **options: Any) -> Any:
+    meet()
     return train(*arguments, **options)
 
 
@@ -337,27 +336,27 @@ def check(
         Truth(config, patch)
         owner, name, what = STOPS.get(row["stop"], (loop, "update", []))
         calls = counting(patch, owner, name)
-        whole = train_on_next_port(config, reward=rewards).folder
+        whole = meet_and_train(config, reward=rewards).folder
     states[0], states[1] = states[1], {}
 
     call = generator.randint(1, calls[0])
     if row["stop"] == "extended":
-        folder = train_on_next_port(small(tmp_path, **{**options, "steps": 2}), reward=rewards).folder
+        folder = meet_and_train(small(tmp_path, **{**options, "steps": 2}), reward=rewards).folder
     else:
         with monkeypatch.context() as patch:
             stopping(patch, owner, name, what, call)
             with pytest.raises((KeyboardInterrupt, SystemExit, TrainingError, OSError)):
-                train_on_next_port(small(tmp_path, **options), reward=rewards)
+                meet_and_train(small(tmp_path, **options), reward=rewards)
         folder = tmp_path / config.folder.name
     if not (folder / "checkpoint.pt").exists():
-        train(small(tmp_path, **options, overwrite=True), reward=rewards)
+        meet_and_train(small(tmp_path, **options, overwrite=True), reward=rewards)
     else:
         again = RESUMES[row["resume"]]
         if again is not None:
             with monkeypatch.context() as patch:
                 stopping(patch, *again, call=1)
                 with pytest.raises((KeyboardInterrupt, SystemExit)):
-                    train(read_config(resume=folder), reward=rewards)
-        train_on_next_port(read_config(texts=[f"steps={config.steps}"], resume=folder), reward=rewards)
+                    meet_and_train(read_config(resume=folder), reward=rewards)
+        meet_and_train(read_config(texts=[f"steps={config.steps}"], resume=folder), reward=rewards)
     assert os.environ.get("RANK", "0") != "0" or files_of(folder) == files_of(whole)
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)

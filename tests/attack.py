@@ -4,7 +4,8 @@
     python -m tests.attack --bits --cases 1000000 --seed 1
 
 The second command compares the bits of log-probs over batches, padding, numbers of threads and processes. A run that
-was interrupted continues where it stopped. Wrong rows are printed with the call that repeats them.
+was interrupted continues where it stopped, after it has checked the wrong rows again. Wrong rows are printed with the
+call that repeats them.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def main() -> int:
     state = json.loads(path.read_text()) if path.exists() else {"cases": 0, "seconds": 0.0, "wrong": []}
     factors = {**FACTORS, **(OF_TRITON if options.backend == "triton" else {})}
     rows = Rows(factors if options.compiled else {**factors, "compile": (False,)}, BANS)
-    while state["cases"] < options.cases:
-        begin, seed = time.perf_counter(), options.seed * 10**7 + state["cases"]
+
+    def is_right(seed: int) -> bool:
         try:
             if options.bits:
                 assert_same_bits(seed, options.backend)
@@ -82,8 +83,14 @@ def main() -> int:
                 with repeatable(row, seed):
                     assert_right(build(row, seed))
         except AssertionError as error:  # the attack goes on
-            state["wrong"].append(str(error)[:1000])
-            print(f"\n{state['wrong'][-1]}", flush=True)
+            print(f"\n{str(error)[:1000]}", flush=True)
+            return False
+        return True
+
+    state["wrong"] = [seed for seed in state["wrong"] if not is_right(seed)]
+    while state["cases"] < options.cases:
+        begin, seed = time.perf_counter(), options.seed * 10**7 + state["cases"]
+        state["wrong"] += [] if is_right(seed) else [seed]
         step = TOKENS[options.backend] if options.bits else 1
         state["cases"] += step
         state["seconds"] += time.perf_counter() - begin

@@ -421,7 +421,7 @@ def _log_ratios(case: Case, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
     noise = noise - noise.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     if o.ratio == "sequence-product":
         u = torch.where(side < 0.5, -0.1, 0.1) / max(mask.shape[1] / 11, 1)
-        u[lengths.argmax()] *= 20 if o.surrogate == "vespo" else 3  # 22 beyond its bounds
+        u[lengths.argmax()] *= 21 if o.surrogate == "vespo" else 3  # beyond its bounds
     return u + noise
 
 
@@ -507,22 +507,27 @@ def logits_of(case: Case, projection: Tensor) -> dict[str, Any]:
 def project(case: Case, leaves: Tensors, order: int = 0) -> Tensor:
     """Compute h W^T + bias with the adapters' terms, [n, V]. `order` permutes the terms of each logit.
 
-    From the fifth order on, it also moves each logit by up to two units in the last place, as other sums would.
+    From the fifth order on, it also moves each logit as other sums would (`moved`).
     """
     original = case.tokens["hidden"][case.mask]
     h = leaves["hidden"]
     base, weight = rounded(case, h, original), rounded(case, leaves["weight"], case.leaves["weight"])
+    terms = torch.arange(h.shape[1])
     if order:
         terms = torch.randperm(h.shape[1], generator=torch.Generator().manual_seed(order))
-        base, weight = base[:, terms], weight[:, terms]
     bias = rounded(case, leaves["bias"], case.leaves["bias"]) if "bias" in leaves else None
-    out = linear(base, weight, bias)
+    out = linear(base[:, terms], weight[:, terms], bias)
     for i, scaling in enumerate(case.scaling):
-        out = out + scaling * linear(linear(h, leaves[f"A{i}"]), leaves[f"B{i}"])
-    if order >= PLAIN_ORDERS[torch.float32]:
-        noise = 2 * torch.rand(out.shape, generator=torch.Generator().manual_seed(order)) - 1
-        out = out * (1 + 2 * torch.finfo(out.dtype).eps * noise)
-    return out
+        out = out + scaling * linear(linear(h[:, terms], leaves[f"A{i}"][:, terms]), leaves[f"B{i}"])
+    return moved(out, order)
+
+
+def moved(x: Tensor, order: int) -> Tensor:
+    """Move numbers by up to two units in the last place, from the fifth order on."""
+    if order < PLAIN_ORDERS[torch.float32]:
+        return x
+    noise = 2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(order)) - 1
+    return x * (1 + 2 * torch.finfo(x.dtype).eps * noise)
 
 
 def leaves_in(case: Case, dtype: torch.dtype) -> Tensors:

@@ -42,17 +42,13 @@ class SeedResult:
     """Summary of one seed's training."""
 
     seed: int
-    start_reward: float  # on held-out prompts, before the first update
-    end_reward: float  # on held-out prompts, in the last evaluation
     seconds: float
     held_out: tuple[HeldOut, ...] = ()  # the total, then each component if there are several
 
     @classmethod
     def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
         """Summarize the metrics of one seed. `rows`: one per step, from step 0 on."""
-        evaluated = [row["eval_reward"] for row in rows if "eval_reward" in row]
-        seconds = sum(row["seconds"] for row in rows[1:])
-        return cls(seed, evaluated[0], evaluated[-1], seconds, held_out_results(rows))
+        return cls(seed, sum(row["seconds"] for row in rows[1:]), held_out_results(rows))
 
 
 @dataclass(frozen=True)

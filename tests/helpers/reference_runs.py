@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -34,6 +38,23 @@ def rows_of(folder: Path) -> list[dict]:
 def write_jsonl(path: Path, *lines: object) -> Path:
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     return path
+
+
+def stopping(patch: pytest.MonkeyPatch, owner: Any, name: str, what: list[int] | Exception, call: int) -> None:
+    """Send this process signals, or raise an error, at a call of a function, counted from 1."""
+    original, calls = getattr(owner, name), itertools.count(1)
+    is_last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call and is_last:
+            if isinstance(what, Exception):
+                raise what
+            for x in what:
+                signal.raise_signal(x)
+        return original(*arguments, **options)
+
+    patch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)  # shells may ignore SIGINT
+    patch.setattr(owner, name, stopped)
 
 
 def moe_checkpoint(folder: Path, **config: Any) -> Path:

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
-    TrainingError,
     loading,
     policy,
     train,
@@ -29,39 +28,6 @@ from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.integrations.reference_trainer.sampling import left_padded, sample
 from gspo_kernels.integrations.tasks import Example, answer_found, batches, letters_in_place
 from gspo_kernels.tools.cli import app
-
-KEYS = {"step", "reward", "loss", "clip_fraction", "ratio_mean", "entropy", "dropped_gradient_mass", "passes"}
-KEYS |= {"tokens_per_second"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a demo model whose sampling defaults would break training if they were used."""
-    torch.manual_seed(0)
-    demo = policy.demo_policy()
-    demo.checkpoint_generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    demo.save(folder)
-    return folder
-
-
-# The files of a run
-
-
-def test_a_run_writes_metrics_curves_and_models(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report = train(small(tmp_path, seeds=(0, 1), save=True))
-    rows = rows_of(tmp_path / "demo")
-    for seed in (0, 1):
-        rows_of_seed = [row for row in rows if row["seed"] == seed]
-        assert [row["step"] for row in rows_of_seed] == [0, 1, 2, 3]
-        assert [row["step"] for row in rows_of_seed if "eval_reward" in row] == [0, 2, 3]
-        assert all(set(row) >= KEYS for row in rows_of_seed[1:])
-        assert all(isinstance(row[key], float) for row in rows_of_seed[1:] for key in KEYS - {"step"})
-        assert load_policy(str(tmp_path / "demo" / f"model-seed{seed}"))
-    assert report.curves is not None and report.curves.read_bytes()[:4] == b"\x89PNG"
-    assert [result.seed for result in report.results] == [0, 1]
-    assert report.results[1].end_reward == rows[-1]["eval_reward"]
 
 
 def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,19 +74,6 @@ def test_the_head_is_fp32_in_updates_old_log_probs_and_teacher(tmp_path: Path, m
     assert set(seen) == {(name, "fp32") for name in functions}
 
 
-def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = update.gspo_fused_loss
-
-    def broken(*args: object, **options: object) -> object:
-        out = fused(*args, **options)  # type: ignore[arg-type]
-        return out._replace(loss=out.loss * float("nan"))
-
-    monkeypatch.setattr(update, "gspo_fused_loss", broken)
-    with pytest.raises(TrainingError, match="an update is not finite"):
-        train(small(tmp_path))
-    assert [row["step"] for row in rows_of(tmp_path / "demo")] == [0]
-
-
 # Sampling
 
 
@@ -142,13 +95,15 @@ def test_the_mask_ends_at_the_first_end_of_sequence_token() -> None:
     assert rollout.attention_mask[0, :2].eq(0).all()
 
 
-def test_sampling_ignores_the_checkpoints_sampling_defaults(checkpoint: Path) -> None:
-    loaded = load_policy(str(checkpoint))
-    assert loaded.checkpoint_generation_config.top_k == 1
-    weight = loaded.head.weight
-    assert isinstance(weight, torch.Tensor)
+def test_sampling_ignores_the_checkpoints_sampling_defaults(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = policy.demo_policy()
+    saved.checkpoint_generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
     with torch.no_grad():
-        weight.mul_(4)  # make logits large enough for a penalty to have an effect
+        saved.head.get_parameter("weight").mul_(4)  # make logits large enough for a penalty to have an effect
+    saved.save(tmp_path)
+    loaded = load_policy(str(tmp_path))
+    assert loaded.checkpoint_generation_config.top_k == 1
     rollout = sample(loaded, [Example("sort abc:", "abc")], group_size=512, max_new_tokens=1, temperature=0.5)
     ids, mask = left_padded(loaded, encode(loaded, ["sort abc:"]))
     with torch.no_grad():
@@ -202,22 +157,7 @@ def test_rewards_of_completions() -> None:
         assert answer_found(completion, answer) == reward, completion
 
 
-# A checkpoint from disk, and the command line
-
-
-def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, checkpoint: Path) -> None:
-    lines = [{"prompt": f"sort {letter}:", "answer": letter} for letter in "abcdef"]
-    data = write_jsonl(tmp_path / "data.jsonl", *lines)
-    arguments = ["train", f"model={checkpoint}", f"data={data}", f"output={tmp_path}"]
-    sizes = ["steps=2", "prompts_per_step=16", "max_new_tokens=1", "threads=1"]
-    result = CliRunner().invoke(app, [*arguments, *sizes, "learning_rate=1e-2"])
-    assert result.exit_code == 0, result.output
-    assert "Held-out reward" in result.output and str(tmp_path / "tiny" / "metrics.jsonl") in result.output
-    assert len(rows_of(tmp_path / "tiny")) == 3
-    before, after = (load_policy(str(folder)) for folder in (checkpoint, tmp_path / "tiny" / "model-seed0"))
-    weights: list[Any] = [before.head.weight, after.head.weight]
-    assert not torch.equal(*weights)
-    assert after.checkpoint_generation_config.top_k == 1  # the checkpoint's defaults are restored
+# Refused options, models and data
 
 
 @pytest.mark.parametrize(
@@ -225,25 +165,16 @@ def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, che
     [
         ("group_size=1", "group_size: expected at least 2"),
         ("skip_zero_advantage=true kl_coef=0.1", "skip_zero_advantage: expected false or none with kl_coef=0.1, got"),
-        ("learning_rate=abc", "learning_rate: expected a number, such as 0.001 or 1e-3, got 'abc'"),
         ('advantages=[{"group_advantages":{"scale":"loo"}}]', "advantages: group_advantages: scale must be one of"),
         ("model=x data=x.jsonl task=sorting", "task: expected '' with data=x.jsonl, which has its own prompts, got"),
-        ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),
         ("gradient_budget=1e-3 entropy_coef=0.01", "gradient_budget: expected 0 with an entropy bonus"),
-        ("task=sortings", "got 'sortings' (is it 'sorting'?)"),
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),
         ("max_new_tokens=8190", "max_new_tokens=8190: with the longest prompt (11 tokens)"),
-        ("device=nonsense", "device: expected a device torch can use, got 'nonsense'"),
         ("model=somewhere", "model needs data=FILE, the jsonl file to train it on, or task=NAME"),
-        ("model=/no/such/folder task=sorting", "model /no/such/folder: there is no such folder"),
-        ("model=x data=/no/such.jsonl", "data /no/such.jsonl: expected a jsonl file, got no file"),
         ("data=some.jsonl", "model: expected a folder or a hub id to train on data=some.jsonl, got None"),
         ("reward=long", 'expected "module:function" or "file.py:function"'),
-        ("reward=no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),
         ("preset=mo", "(is it 'moe'?)"),
-        ("objective=gpso", "objective: "),
-        ('rollout_correction={"level":"word"}', "rollout_correction: RolloutCorrection: level must be "),
         ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
         ("--steps 5", "--steps: expected key=value, such as steps=100"),
@@ -263,17 +194,6 @@ def test_a_missing_model_folder_does_not_access_a_hub(tmp_path: Path, monkeypatc
     for model in ("./models/mine", "no-such-model"):
         with pytest.raises(InputError, match=f"{model}: there is no such folder"):
             train(train_config(model=model, data=data, output=tmp_path))
-
-
-def test_the_error_of_a_failed_download_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*_: object) -> None:
-        raise OSError("no connection\nand more lines")
-
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", offline)
-    with pytest.raises(InputError, match=r"model org/name: .* the hub did not provide it: no connection and more"):
-        load_policy("org/name")
-    with pytest.raises(InputError, match="the folder does not hold a checkpoint"):
-        load_policy(str(tmp_path))
 
 
 @pytest.mark.parametrize(

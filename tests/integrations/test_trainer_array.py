@@ -5,7 +5,6 @@ To repeat the row 202648-7: GSPO_ARRAY_SEED=202648 python -m pytest tests/integr
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
@@ -18,7 +17,7 @@ import torch
 from helpers import chat_model
 from helpers.pair_cover import pair_cover, seed_of_the_week, value_cover
 from helpers.ranks import meet, run_ranks
-from helpers.reference_runs import moe_checkpoint, rows_of, small, write_jsonl
+from helpers.reference_runs import moe_checkpoint, rows_of, small, stopping, write_jsonl
 from helpers.trainer_truth import Truth
 
 from gspo_kernels.integrations.reference_trainer import (
@@ -217,23 +216,6 @@ def saved_models(folder: Path) -> dict[str, dict[str, Any]]:
         },
         "dialogues": {"model": chat, "data": data, "teacher": chat},
     }
-
-
-def stopping(patch: pytest.MonkeyPatch, owner: Any, name: str, what: list[int] | Exception, call: int) -> None:
-    """Send this process signals, or raise an error, at a call of a function, counted from 1."""
-    original, calls = getattr(owner, name), itertools.count(1)
-    is_last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
-
-    def stopped(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == call and is_last:
-            if isinstance(what, Exception):
-                raise what
-            for x in what:
-                signal.raise_signal(x)
-        return original(*arguments, **options)
-
-    patch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)  # shells may ignore SIGINT
-    patch.setattr(owner, name, stopped)
 
 
 def counting(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:

@@ -108,9 +108,7 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
             "learning_rate=1",
             "learning_rate: there is no such option of gspo eval; the options are ",
         ),
-        ("{run}", "n=-1", "n: expected a number from 0 to 2**32 - 1, got -1"),
         ("{run}", "n=2 k=1,3", "k: expected numbers from 1 to n=2, got [1, 3]"),
-        ("{run}", "data={empty}", "expected at least 1 prompt, got 0"),
         ("{run}", "data={run}/held_out.jsonl reward={rewards}:of_level", "got 'level', which 12 of 12 rows lack"),
         (
             "{run}",
@@ -122,12 +120,10 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
             "",
             "data: expected data=FILE or task=NAME with the prompts to evaluate {run}",
         ),
-        ("nowhere", "task=sorting", "model nowhere: there is no such folder"),
     ],
 )
-def test_wrong_arguments_print_one_line(run: Path, tmp_path: Path, source: str, options: str, message: str) -> None:
-    (tmp_path / "empty").touch()
-    names = {"run": run, "empty": tmp_path / "empty", "rewards": run.parent / "rewards.py"}
+def test_wrong_arguments_print_one_line(run: Path, source: str, options: str, message: str) -> None:
+    names = {"run": run, "rewards": run.parent / "rewards.py"}
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     result = CliRunner().invoke(app, ["eval", source.format(**names), *options.format(**names).split()])
     assert result.exit_code == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

@@ -80,6 +80,7 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
                 limits[weight] = (
                     torch.finfo(torch.float32).eps * in_fp32 + torch.finfo(dtype).eps * expected[weight].abs()
                 ) / 2
+        assert "lm_head.weight" in limits
     else:
         expected, limits = AutoModelForCausalLM.from_pretrained(trained).state_dict(), {}
         assert not torch.equal(weights["lm_head.weight"], base["lm_head.weight"])

@@ -19,7 +19,6 @@ from gspo_kernels.integrations.reference_trainer import (
     InputError,
     TrainingError,
     progress,
-    read_config,
     train,
 )
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
@@ -77,8 +76,6 @@ def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
 ) -> None:
     """Calls: 8 of the first evaluation, 16 of each step, 8 of the evaluation after step 2."""
     step, first = 3, 49
-    whole = train(small(tmp_path, name="whole"), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))]).folder
-    capsys.readouterr()
     message = (
         f"the reward 'flaky' failed for all 16 answers in step {step}. One of them: flaky: ConnectionError: no server; "
     )
@@ -88,9 +85,6 @@ def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
     assert len(rows_of(folder)) == step
     line = f'continue: train(read_config(resume="{folder}"), reward=...)'
     assert capsys.readouterr().out.splitlines()[-1] == line
-    train(read_config(resume=folder), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))])
-    clock = dict.fromkeys(("seconds", "tokens_per_second"))
-    assert [{**row, **clock} for row in rows_of(folder)] == [{**row, **clock} for row in rows_of(whole)]
 
 
 @pytest.mark.parametrize(("first", "last", "failures"), [(9, 23, [15, None, None]), (41, 48, [None] * 3)])

@@ -13,7 +13,7 @@ import torch
 from helpers.reference_runs import rows_of, small
 
 from gspo_kernels.integrations.reference_trainer import held_out, policy, train
-from gspo_kernels.integrations.reference_trainer.sampling import answers_to, choose
+from gspo_kernels.integrations.reference_trainer.sampling import answers_to, choose, sampler_weights
 from gspo_kernels.integrations.tasks import Example, RewardComponent
 
 SIX = [Example(f"sort {letters}:", "") for letters in ("abc", "fed", "abc", "c", "fedcba", "ab")]
@@ -112,7 +112,16 @@ def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypa
     assert used == list(itertools.product((0, 7), (1, 2), range(4)))
 
 
-# Truncated sampling
+# A sampler in bf16
+
+
+def test_rounded_weights_sample_and_the_exact_ones_come_back(demo: policy.Policy) -> None:
+    weights = list(demo.model.parameters())
+    before = [weight.detach().clone() for weight in weights]
+    with pytest.raises(KeyboardInterrupt), sampler_weights(demo, "bf16"):
+        assert all(torch.equal(x.to(torch.bfloat16), y) for x, y in zip(before, weights, strict=True))
+        raise KeyboardInterrupt
+    assert all(map(torch.equal, before, weights))
 
 
 # Rewards that use random numbers

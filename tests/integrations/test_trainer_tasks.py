@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tokenizers import processors
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, loading, policy
 from gspo_kernels.integrations.reference_trainer.chat import encode
 from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward
+from gspo_kernels.integrations.reference_trainer.held_out import lines_of
 from gspo_kernels.integrations.reference_trainer.sampling import fitting
 from gspo_kernels.integrations.tasks import (
     TASKS,
@@ -80,6 +82,13 @@ def test_a_component_that_returns_none_does_not_apply() -> None:
     assert batch.components == {"short": [1.0, 1.0, None, None], "equal": [1.0, None, 1.0, None]}
     assert batch.total == [2.5, 0.5, 2.0, 0.0] and batch.scored == [True, True, True, False] and not batch.failures
     assert batch.mean == pytest.approx(5 / 3)
+    answer: Any = SimpleNamespace(example=EXAMPLE, text="ab")
+    assert [(x["reward"], x["components"]["equal"]) for x in lines_of([answer] * 4, batch)] == [
+        (2.5, 1.0),
+        (0.5, None),
+        (2.0, 1.0),
+        (None, None),
+    ]
     metrics = batch.metrics(group_size=2)
     assert metrics["reward"] == pytest.approx(5 / 3) and metrics["unscored"] == 0.25
     assert metrics["reward/short"] == metrics["reward/equal"] == 1.0
@@ -148,18 +157,11 @@ def test_variables_that_the_template_does_not_read_are_refused(
         loading.prepared(demo.model, demo.tokenizer, config)
 
 
-def without_default(completions: list, completion_ids: list) -> list:
-    return []
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda completion, levle: 1.0, "got 'levle', which 2 of 2 rows lack; .* level, prompt (is it 'level'?)"),
-        (lambda completion, *, tests: 1.0, "completion, prompt, answer or another column of each row, got 'tests'"),
-        (without_default, "named completions, prompts, answer or another column of each row, got 'completion_ids'"),
         (lambda answer, level: 1.0, "parameter for the completion, such as (completion, answer), got (answer, level)"),
-        (lambda prompts, answer: [], "parameter for the completion"),
     ],
 )
 def test_a_reward_that_asks_for_something_else_is_refused(function: Callable[..., Any], message: str) -> None:

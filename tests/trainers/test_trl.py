@@ -186,14 +186,14 @@ def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Pat
     ids = torch.randint(2, 10, (2, 7))
     labels = ids.clone()
     labels[:, :3], labels[1, -2:] = -100, -100
-    for model in (trainer.model, trainer.ref_model):
+    for model, items in ((trainer.model, None), (trainer.ref_model, 5)):
         base = base_model(trainer.accelerator.unwrap_model(model))
         dense = (base(input_ids=ids, use_cache=False).logits[:, :-1] / 0.7).log_softmax(-1)
         mask = labels[:, 1:] != -100
         log_probs = dense.gather(-1, ids[:, 1:, None])[..., 0] * mask
-        expected = -log_probs.sum() / mask.sum(), log_probs, -(dense.exp() * dense).sum(-1) * mask
+        expected = -log_probs.sum() / (items or mask.sum()), log_probs, -(dense.exp() * dense).sum(-1) * mask
         with log_probs_of(trainer):
-            out = base(input_ids=ids, labels=labels, fused_lm_head=True)
+            out = base(input_ids=ids, labels=labels, fused_lm_head=True, num_items_in_batch=items)
         for x, y in zip((out.loss, out.log_probs, out.entropy), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 

@@ -502,13 +502,15 @@ def live_answers_alternate(completions: list[str], **_: Any) -> list[float]:
 
 def test_live_answers_share_micro_batches(tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 2}
-    trainer = accelerate_trainer(trainer_of(tmp_path, live_answers_alternate, max_steps=4, **options))
+    options |= {"max_steps": 4, "gradient_checkpointing": True}
+    trainer = accelerate_trainer(trainer_of(tmp_path, live_answers_alternate, **options))
     rows: list[int] = []
     trainer.model.get_input_embeddings().register_forward_pre_hook(
         lambda _, inputs: rows.append(len(inputs[0])) if torch.is_grad_enabled() else None
     )
     trainer.train()
     assert rows == [1, 1, 4, 4] * 4
+    assert steps_of(trainer)[0]["gspo/rows_differentiated"] == 1  # the rows that only keep ranks in step do not count
 
 
 def test_old_log_probs_are_not_computed_with_the_weights_of_an_older_checkpoint(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_model import SHAPE
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -60,21 +61,8 @@ def stopping(patch: pytest.MonkeyPatch, owner: Any, name: str, what: list[int] |
 def moe_checkpoint(folder: Path, **config: Any) -> Path:
     """Save a small mixture of experts with random weights."""
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=15,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        router_aux_loss_coef=0.5,
-        max_position_embeddings=64,
-        eos_token_id=1,
-    )
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **config})).save_pretrained(folder)
+    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    ids = {"vocab_size": 15, "max_position_embeddings": 64, "eos_token_id": 1}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SHAPE, **experts, **ids, **config})).save_pretrained(folder)
     demo_policy().tokenizer.save_pretrained(folder)
     return folder

@@ -176,14 +176,6 @@ def test_loss_and_gradients_equal_those_of_the_models_logits(name: str) -> None:
     assert before == (set(vars(model)), set(vars(model.get_output_embeddings())))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "cohere"])
-def test_a_bf16_model_passes_the_check(name: str) -> None:
-    options = fuse_head(make(name).bfloat16()).options
-    expected = {**PLAIN, **CENSUS[name][3]}
-    assert options.logit_scale == pytest.approx(expected["logit_scale"], rel=4e-3)
-    assert (options.logit_softcap, options.vocab_size) == (expected["logit_softcap"], 96)
-
-
 def test_logit_options_keeps_a_fused_model_fused() -> None:
     model = make("qwen3").double()
     head = fuse_head(model)

@@ -24,7 +24,6 @@ from tolerance import METRIC_RELATIVE, MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
-from gspo_kernels.extras import MissingExtraError
 from gspo_kernels.integrations.trainers import ms_swift, openrlhf, prime_rl, skyrl, slime
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
@@ -568,12 +567,6 @@ def test_settings_of_another_loss_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         seam(batch, batch.log_probs, **REFUSED[seam][message])
-
-
-def test_a_head_that_needs_megatron_core_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(MissingExtraError, match=r"needs megatron.core, .*gspo-kernels\[megatron\]"):
-        import_module("gspo_kernels.integrations.trainers.nemo_rl")
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:

@@ -103,22 +103,12 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (
-            "{run}",
-            "learning_rate=1",
-            "learning_rate: there is no such option of gspo eval; the options are ",
-        ),
         ("{run}", "n=2 k=1,3", "k: expected numbers from 1 to n=2, got [1, 3]"),
         ("{run}", "data={run}/held_out.jsonl reward={rewards}:of_level", "got 'level', which 12 of 12 rows lack"),
         (
             "{run}",
             "--answers {run}/metrics.jsonl",
             "--answers: expected a new file in a folder that exists, got {run}",
-        ),
-        (
-            "{run}/model-seed3",
-            "",
-            "data: expected data=FILE or task=NAME with the prompts to evaluate {run}",
         ),
     ],
 )

@@ -87,6 +87,8 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
     assert weights.keys() == expected.keys()
     for key, x in weights.items():
         assert ((x.double() - expected[key]).abs() <= limits.get(key, 0.0)).all(), key
+    for key, x in loading.load_policy(str(trained)).model.named_parameters():
+        assert x.requires_grad and torch.equal(x.to(dtype), weights[key]), key
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == chat_model.TEMPLATE
     generation = GenerationConfig.from_pretrained(out)

@@ -23,7 +23,6 @@ from gspo_kernels.advantages import RunningMoments, whiten
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
     TrainConfig,
-    TrainingError,
     loading,
     policy,
     read_config,
@@ -38,7 +37,7 @@ from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout
 from gspo_kernels.integrations.reference_trainer.trackers import Trackers
-from gspo_kernels.integrations.tasks import RewardBatch, RewardComponent
+from gspo_kernels.integrations.tasks import RewardBatch
 from gspo_kernels.tools.cli import app
 
 # Files, presets and the dry run
@@ -172,26 +171,18 @@ def test_an_adapter_that_is_merged_in_part_is_refused() -> None:
         policy.merged(adapted)
 
 
-def test_the_loss_scale_grows_is_halved_and_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_grows_and_is_halved_down_to_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_module, "UPDATES_TO_RAISE", 2)
     config = small(tmp_path, precision="fp16")
-    first, second = (Optimizer(loading.initial_policy(config), config) for _ in range(2))
-
-    def step(optimizer: Optimizer) -> float:
-        optimizer.zero_grad()
-        optimizer.backward(1e-3 * optimizer.weights[0].float().sum())
-        assert optimizer.clip() == pytest.approx(1e-3 * optimizer.weights[0].numel() ** 0.5, rel=1e-3)
+    optimizer = Optimizer(loading.initial_policy(config), config)
+    factors = []
+    for _ in range(5):
+        factors.append(optimizer.loss_scale / optimizer_module.FIRST_LOSS_SCALE)
         optimizer.step()
-        return optimizer.loss_scale
-
-    scale = first.loss_scale
-    assert scale == optimizer_module.FIRST_LOSS_SCALE
-    assert [step(first) for _ in range(3)] == [scale, 2 * scale, 2 * scale]
-    second.load(first.state())
-    assert step(second) == step(first) == 4 * scale
-    assert second.lower_loss_scale() and second.loss_scale == 2 * scale
-    second.loss_scale = 1.0
-    assert not second.lower_loss_scale()
+    assert factors == [1, 1, 2, 2, 4]
+    assert optimizer.lower_loss_scale() and optimizer.loss_scale == 2 * optimizer_module.FIRST_LOSS_SCALE
+    optimizer.loss_scale = 1.0
+    assert not optimizer.lower_loss_scale()
 
 
 # Updates
@@ -264,18 +255,6 @@ def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None
 
 
 # Rewards and trackers
-
-
-def test_a_reward_that_is_none_for_every_answer_stops_the_run_before_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewards = [RewardComponent(name, 1.0, lambda *_: None) for name in ("never", "nor")]
-    message = (
-        "^no answer has a reward: 'never' and 'nor' returned None for all 8 answers in the evaluation before the first"
-    )
-    with pytest.raises(TrainingError, match=message):
-        train(small(tmp_path), reward=rewards)
-    assert not (tmp_path / "demo").exists() and "stopped before training seed 0" in capsys.readouterr().out
 
 
 def test_metrics_reach_tensorboard(tmp_path: Path) -> None:

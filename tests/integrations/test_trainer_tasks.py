@@ -157,19 +157,6 @@ def test_variables_that_the_template_does_not_read_are_refused(
         loading.prepared(demo.model, demo.tokenizer, config)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda completion, levle: 1.0, "got 'levle', which 2 of 2 rows lack; .* level, prompt (is it 'level'?)"),
-        (lambda answer, level: 1.0, "parameter for the completion, such as (completion, answer), got (answer, level)"),
-    ],
-)
-def test_a_reward_that_asks_for_something_else_is_refused(function: Callable[..., Any], message: str) -> None:
-    pattern = ".*".join(map(re.escape, message.split(".*")))
-    with pytest.raises(InputError, match=f"^reward 'mine': .*{pattern}"):
-        Rewards((RewardComponent("mine", 1.0, function),)).check(ROWS)
-
-
 def test_a_list_of_rewards_fails_as_a_whole_or_by_entry() -> None:
     for result, failed in [([1.0, float("nan")], [1]), ([1.0], [0, 1]), (3, [0, 1]), (("1", 2), [])]:
         batch = Rewards((RewardComponent("mine", 1.0, lambda completions, result=result: result),))(["a", "b"], ROWS)

@@ -352,7 +352,9 @@ def policy_of(case: Case, tokens: Tokens, lp: Tensor, entropy: Tensor, kl_lp: Te
             terms = dppo(log_ratio, weighted, x, o)
         else:
             terms = surrogate(log_ratio, weighted, o)
-        terms = aggregation_weight(o.aggregation, length, o.length_norm) / normalizer * (terms - o.entropy_coef * h)
+        weight = aggregation_weight(o.aggregation, length, o.length_norm) / normalizer
+        terms = weight * (terms - o.entropy_coef * h)
+        size += weight * abs(o.entropy_coef) * length  # a small entropy is off by as much as a log-prob
         if tokens.ref is not None:
             kl = kl_to_reference(kl_lp[at], tokens.ref[at].to(lp.dtype), token_log_ratio, o.kl_estimator)
             kls.append(kl)

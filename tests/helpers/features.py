@@ -97,7 +97,6 @@ FACTORS: dict[str, Sequence[Any]] = {
 # With interpreted kernels
 OF_TRITON: dict[str, Sequence[Any]] = {
     "backend": ("triton",),
-    "head_precision": (None, None, "fp32"),
     "compile": (False,),
     "products": ("wide",),
     "top_k": (0,),
@@ -180,8 +179,6 @@ BANS = [
     Ban(("ones", "extra_ids"), lambda o, k: o in ("vocabulary", "all") and k > 0, "gradients are 0 up to rounding"),
     Ban(("ones", "policy"), lambda o, p: o is not None and p == "peaked", "no log-prob is larger than its rounding"),
     Ban(("policy", "kept_sets"), lambda p, s: p == "flat" and s == "single", "all log-probs are 0 with any policy"),
-    Ban(("backend", "head_precision"), lambda b, p: b == "triton" and p == "bf16x3",
-        "its error is larger: backends/test_cache.py holds it"),
     Ban(("backend", "compile"), lambda b, c: b == "triton" and c, "operators hide the backend from the compiler"),
 ]  # fmt: skip  # a table
 BANS_OF_RANKS = [

@@ -552,13 +552,14 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
             assert not x.any(), name
         elif name == "log_ratio":
             limit = LOG_RATIO_RELATIVE[wide] * max(truth.outputs["log_probs"].abs().max().item(), 1) + of_split
+            limit *= case.mask.sum(1).max().item() if row["ratio"] == "sequence-product" else 1
             assert (x - true).abs().max() <= limit, "log_ratio"
         else:
             logits = truth.parts["logits"]
             largest = logits.abs().max().item() if logits.numel() else 0.0
             rms = of_split + truncation(DEVICE, dtype, case.tokens["hidden"].shape[-1], largest)
-            # An error of a logit, eps * max|z|, is the relative error of a log-prob near 0.
-            rms += torch.finfo(wide).eps * largest * true.square().mean().sqrt().item()
+            # A log-prob near 0 is a difference of two logits, whose errors of eps * max|z| are its relative error.
+            rms += 2 * torch.finfo(wide).eps * largest * true.square().mean().sqrt().item()
             check(name, x.reshape(-1), same.reshape(-1), true.reshape(-1), wide, rms)
     for name, x in ours.gradients.items():
         runs = [y.gradients[name] for y in (truth, *plain)]

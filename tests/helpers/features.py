@@ -520,11 +520,11 @@ def project(case: Case, leaves: Tensors, order: int = 0) -> Tensor:
 
 
 def moved(x: Tensor, order: int) -> Tensor:
-    """Move numbers by up to two units in the last place, from the fifth order on."""
+    """Move numbers by up to four units in the last place, from the fifth order on."""
     if order < PLAIN_ORDERS[torch.float32]:
         return x
     noise = 2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(order)) - 1
-    return x * (1 + 2 * torch.finfo(x.dtype).eps * noise)
+    return x * (1 + 4 * torch.finfo(x.dtype).eps * noise)
 
 
 def leaves_in(case: Case, dtype: torch.dtype) -> Tensors:

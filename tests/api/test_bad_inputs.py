@@ -589,6 +589,8 @@ TOGETHER: list[tuple[str, str, dict[str, Any]]] = [
     ("gspo_fused_loss", "is it transposed", {"lm_head": torch.ones(H, V)}),
     ("gspo_fused_loss", "lm_head must be .*autocast casts both",
      {"lm_head": torch.ones(V, H).double(), "head_precision": None}),
+    ("gspo_fused_loss", "lm_head must be .*for a float32 head pass head_precision='fp32'",
+     {"hidden": torch.ones(B, T, H).bfloat16(), "head_precision": None}),
     ("gspo_fused_loss", "hidden must be .* H >= 1", {"hidden": torch.ones(B, T, 0)}),
     ("gspo_fused_loss", "cu_seqlens must be None for padded input", {"cu_seqlens": C([0, T, 2 * T])}),
     ("gspo_fused_loss, packed", "cu_seqlens must be given for packed", {"cu_seqlens": None}),

@@ -26,7 +26,7 @@ from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.inputs.lm_head import is_fsdp_unit
 from gspo_kernels.objective import CLIPPING
 from gspo_kernels.ranks.dtensors import is_dtensor
-from gspo_kernels.validation import FLOATS, INTEGERS, Checks, TensorChecks, Unquoted
+from gspo_kernels.validation import FLOATS, INTEGERS, TensorChecks, Unquoted
 
 from .fused_head import base_model, check_model, fuse_head, is_fused
 from .head_options import generators_restored, in_mode
@@ -254,12 +254,23 @@ def clip_noise(
     Raises:
         ValueError: the surrogate of the objective has a gradient outside its window, or clips single tokens of a
             sequence ratio (gmpo).
-        TypeError, ValueError: `policy_loss` refuses an argument.
+        TypeError, ValueError: log-probs or the mask are not [B, T], or `policy_loss` refuses an argument.
     """
-    objective = objective or Objective()
+    check = TensorChecks("clip_noise")
+    objective = Objective() if objective is None else objective
     expected = f"an Objective whose surrogate is one of {', '.join(CLIPPING)}"
+    if not isinstance(objective, Objective):
+        check.fail("objective", expected, objective, TypeError)
     if objective.surrogate not in CLIPPING:
-        Checks("clip_noise").fail("objective", expected, Unquoted(f"surrogate={objective.surrogate!r}"))
+        check.fail("objective", expected, Unquoted(f"surrogate={objective.surrogate!r}"))
+    mask = check.mask(mask, shapes=[(None, None)], shape_text="[B, T]")
+    shapes, text = [mask.shape], f"{list(mask.shape)} like mask"
+    for name, of in (("before", before), ("after", after)):
+        if not isinstance(of, LogProbsByPrecision):
+            check.fail(name, "LogProbsByPrecision, from log_probs_by_precision", of, TypeError)
+        for field, x in of._asdict().items():
+            check.log_probs(f"{name}.{field}", x, shapes=shapes, shape_text=text, device=mask.device)
+            check.sign(f"{name}.{field}", x, mask)
     of_answers = objective.ratio == "sequence"
     changes: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0, "rollout_correction": None}
     changes["aggregation"] = "seq-mean-token-mean"  # irrelevant here, and other values may warn
@@ -275,13 +286,13 @@ def clip_noise(
             out = policy_loss(log_probs, advantages, mask=mask, old_log_probs=old, objective=objective)
             return torch.autograd.grad(out.loss, log_probs)[0] != 0, out.log_ratio
 
+    (used, log_ratio), (head_only, _), (exact, true_ratio) = map(decided, LogProbsByPrecision._fields)
     live = live_tokens(advantages, mask)
 
     def count(tokens: Tensor) -> int:
         """Count the decisions about these tokens, bool [B, T]."""
         return int((tokens.any(1) if of_answers else tokens).sum())
 
-    (used, log_ratio), (head_only, _), (exact, true_ratio) = map(decided, LogProbsByPrecision._fields)
     pairs = ((used, exact), (head_only, exact), (used, head_only))
     changed, by_body, by_head = (count((a != b) & live) for a, b in pairs)
     squares = (log_ratio.double() - true_ratio.double()).square()

@@ -210,6 +210,18 @@ def tiny_model() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
 
 
+def noise(before: Any, after: Any, objective: Any = None, **arguments: Any) -> Any:
+    """Call `clip_noise`. "valid" stands for log-probs, and "after.fp32" is a field of those after the update."""
+    pytest.importorskip("transformers")
+    from gspo_kernels.integrations.huggingface import clip_noise
+    from gspo_kernels.integrations.huggingface.rounding import LogProbsByPrecision
+
+    valid = PADDED["old_log_probs"]
+    scored = LogProbsByPrecision(valid, valid, arguments.pop("after.fp32"))
+    before = LogProbsByPrecision(valid, valid, valid) if before == "valid" else before
+    return clip_noise(before, scored if after == "valid" else after, **arguments, objective=objective)
+
+
 def accelerated(trainer: Any, **settings: Any) -> Any:
     """Return the settings, because `accelerate_trainer` returns the trainer."""
     from gspo_kernels.integrations.trl import accelerate_trainer
@@ -266,11 +278,16 @@ OF_TRAINERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         model="tiny", input_ids=EXTRA[..., 0], attention_mask=torch.ones(B, T).long(),
         answer_mask=torch.ones(B, T).bool(), temperature=0.9,
     )),
+    "clip_noise": (noise, {
+        "before": "valid", "after": "valid", "after.fp32": PADDED["old_log_probs"] - 0.1, "mask": PADDED["mask"],
+        "advantages": PADDED["advantages"], "objective": Objective(kl_coef=0.1, rollout_correction=RolloutCorrection()),
+    }),
 }  # fmt: skip  # a table
 # What messages begin with, if it is not the name of the function.
 PLACES = {
     "train_config": r"(objective: Objective(\.preset)?: )?",
     "log_probs_by_precision": "(log_probs_by_precision|linear_log_probs): ",
+    "clip_noise": "(clip_noise|policy_loss): ",
 }
 ALL_CALLS = CALLS | OF_TRAINERS
 UNCHECKED = {"Correction", "KeptSets", "LogProbOutput", "LossOutput", "RunningMoments", "TopK"}  # they only hold values
@@ -396,6 +413,8 @@ ACCEPTED: list[tuple[str, str, str]] = [
     (r"(GSPO|acc).*\.(epsilon_high|delta|steps.*|cache_mib|head_precision|skip.*): None|acc.*gradient_budget: None",
      "finite", "the default"),
     (r"log_probs_by.*input_ids: entry (-1|1e06)", "IndexError", "the model's own error: for some, these are images"),
+    (r"clip_noise\.after.*: (entry (nan|-inf|-1|0)|float64)", "finite equal",
+     "NaN is seen in the errors of log-ratios"),
     (r"log_probs_by.*input_ids: entry 0|log_probs_by.*mask: (None|entry .*|(float|bfloat|u?int).*)", "finite equal",
      "0 or not"),
 
@@ -456,7 +475,8 @@ DECIDED_BY: dict[str, str] = {
     "hidden": "target_ids lm_head mask", "lm_head": "bias", "target_ids": "kept_sets", "log_probs": "mask",
     "kept_sets.ids": "kept_sets kept_sets.offsets", "student": "teacher", "cu_seqlens": "log_probs mask turn_ids",
     "teacher_log_probs": "teacher_weights", "teacher_weights": "teacher_log_probs mask", "clip_high": "delta",
-    "mask": "old_log_probs log_probs cu_seqlens advantages rewards kl", "low": "high", "group_ids": "group_size",
+    "mask": "old_log_probs log_probs cu_seqlens advantages rewards kl before.used", "low": "high",
+    "group_ids": "group_size",
     "rewards": "group_size group_ids weights", "advantages": "turn_ids cu_seqlens", "turn_ids": "cu_seqlens",
     "input_ids": "attention_mask", "divisors": "parts", "objective": "name", "data": "eval_data", "ids": "sizes",
     "fill": "sizes", "counts": "ids",

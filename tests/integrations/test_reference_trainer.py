@@ -1,4 +1,4 @@
-"""Test the reference trainer's loop, files and errors. A slow test checks that the trainer learns."""
+"""Parts of the reference trainer: curves, the budget, the head, sampling, rewards; refused options, models and data."""
 
 from __future__ import annotations
 

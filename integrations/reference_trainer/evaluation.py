@@ -115,7 +115,8 @@ def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | Non
     Raises:
         InputError: an option, the run, the prompts or a reward cannot be used.
     """
-    given = key_values(texts)
+    folder = convert("source", "Path", source)
+    given = key_values(convert("texts", "tuple[str, ...]", texts))
     types = {f.name: str(f.type) for f in fields(EvalOptions)} | {name: TYPES[name] for name in SHARED}
     for name in given:
         if name not in types:
@@ -124,7 +125,6 @@ def read_evaluation(source: str, texts: Sequence[str] = (), reward: Reward | Non
     own = {name: convert(name, types[name], x) for name, x in given.items() if name not in SHARED and x is not None}
     options = EvalOptions(**own)
     shared = {"model": source} | {name: x for name, x in given.items() if name in SHARED}
-    folder = Path(source)
     prompts = None
     from_python = []
     if (folder / "metrics.jsonl").is_file():

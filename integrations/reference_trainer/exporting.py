@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .checkpoints import replacing
-from .config import InputError, TrainConfig
+from .config import InputError, TrainConfig, convert
 from .config_file import read_run
 from .loading import ADAPTER, load_adapter, located, weight_dtype
 from .policy import ROUNDED, merged
@@ -48,7 +48,8 @@ def export(
     Raises:
         InputError: there is no such run, seed, model or base, an option does not apply, or `out` has files.
     """
-    run, out = Path(run), Path(out).expanduser()
+    run, out = Path(convert("run", "Path", run)), Path(convert("out", "Path", out)).expanduser()
+    seed, adapter = convert("seed", "int | None", seed), convert("adapter", "bool", adapter)
     options, _ = read_run(run)
     model = model_of_run(run, options["seeds"], seed)
     if (out.exists() or out.is_symlink()) and not (out.is_dir() and not any(out.iterdir())):

@@ -222,6 +222,12 @@ def noise(before: Any, after: Any, objective: Any = None, **arguments: Any) -> A
     return clip_noise(before, scored if after == "valid" else after, **arguments, objective=objective)
 
 
+def evaluation(source: Any, texts: Any, reward: Any = None) -> str:
+    from gspo_kernels.integrations.reference_trainer import read_evaluation
+
+    return str(read_evaluation(source, texts, reward))
+
+
 def accelerated(trainer: Any, **settings: Any) -> Any:
     """Return the settings, because `accelerate_trainer` returns the trainer."""
     from gspo_kernels.integrations.trl import accelerate_trainer
@@ -278,6 +284,7 @@ OF_TRAINERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         model="tiny", input_ids=EXTRA[..., 0], attention_mask=torch.ones(B, T).long(),
         answer_mask=torch.ones(B, T).bool(), temperature=0.9,
     )),
+    "read_evaluation": (evaluation, dict(source="folder", texts=["task=sorting", "n=1"], reward=len)),
     "clip_noise": (noise, {
         "before": "valid", "after": "valid", "after.fp32": PADDED["old_log_probs"] - 0.1, "mask": PADDED["mask"],
         "advantages": PADDED["advantages"], "objective": Objective(kl_coef=0.1, rollout_correction=RolloutCorrection()),
@@ -288,6 +295,7 @@ PLACES = {
     "train_config": r"(objective: Objective(\.preset)?: )?",
     "log_probs_by_precision": "(log_probs_by_precision|linear_log_probs): ",
     "clip_noise": "(clip_noise|policy_loss): ",
+    "read_evaluation": "",
 }
 ALL_CALLS = CALLS | OF_TRAINERS
 UNCHECKED = {"Correction", "KeptSets", "LogProbOutput", "LossOutput", "RunningMoments", "TopK"}  # they only hold values
@@ -405,6 +413,8 @@ ACCEPTED: list[tuple[str, str, str]] = [
     # numbers
     (r".*\.logit_scale: (-1|-0.5|0.5|1.5|1e30)", "finite inf", "any number but 0"),
     (r"train_config(?!, data\.(model|data)|.*length_norm).*: None", "finite equal", "as if it was missing"),
+    (r"read_evaluation\.texts: (text|list|int)", "InputError", "names the text"),
+    (r"read_evaluation\.source: text", "finite", "looked for when the evaluation begins"),
     (r"train_config.*\.(name|output|model|task|reward|teacher|device|(eval_)?data): text|train.*\.reward: (list|int)",
      "finite", "looked for when the run begins"),
     (r"train_config.*\.(output|task|preset|.*_precision|device|(eval_)?data): no text"
@@ -476,7 +486,7 @@ DECIDED_BY: dict[str, str] = {
     "kept_sets.ids": "kept_sets kept_sets.offsets", "student": "teacher", "cu_seqlens": "log_probs mask turn_ids",
     "teacher_log_probs": "teacher_weights", "teacher_weights": "teacher_log_probs mask", "clip_high": "delta",
     "mask": "old_log_probs log_probs cu_seqlens advantages rewards kl before.used", "low": "high",
-    "group_ids": "group_size",
+    "group_ids": "group_size", "source": "model",
     "rewards": "group_size group_ids weights", "advantages": "turn_ids cu_seqlens", "turn_ids": "cu_seqlens",
     "input_ids": "attention_mask", "divisors": "parts", "objective": "name", "data": "eval_data", "ids": "sizes",
     "fill": "sizes", "counts": "ids",

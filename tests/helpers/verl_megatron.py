@@ -18,7 +18,11 @@ from megatron.core import parallel_state
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from verl.models.mcore import model_forward_fused
 
-from gspo_kernels.integrations.verl.megatron import fused_output_processor, linear_cross_entropy
+from gspo_kernels.integrations.verl.megatron import (
+    fused_output_processor,
+    linear_cross_entropy,
+    linear_topk_log_probs,
+)
 
 DEADLINE = 100.0  # seconds
 
@@ -47,6 +51,12 @@ def check_linear_cross_entropy() -> None:
     assert weight.grad is not None and shard.grad is not None
     assert_equal(log_probs=(log_probs, true_log_probs), entropy=(entropy, true_entropy))
     assert_equal(hidden=(summed(own.grad, group), hidden.grad), weight=(shard.grad, weight.grad[first:end]))
+    top = linear_topk_log_probs(own, shard, labels[..., None], 0.7, group)[..., 0]
+    true_top, _ = of_logits(hidden @ weight.t(), labels, 0.7, PADDED)
+    computed = torch.autograd.grad(top.square().sum(), (own, shard))
+    of_hidden, of_weight = torch.autograd.grad(true_top.square().sum(), (hidden, weight))
+    assert_equal(top=(top, true_top))
+    assert_equal(hidden=(summed(computed[0], group), of_hidden), weight=(computed[1], of_weight[first:end]))
     run = partial(linear_cross_entropy, own, shard, labels, 0.7)
     refused("reduction must be 'none', got 'mean'", ValueError, lambda: run("mean", group))
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import (
+    InputError,
     evaluate,
     evaluation,
     export,
@@ -190,3 +191,10 @@ def test_wrong_arguments_change_nothing(runs: Path, tmp_path: Path, arguments: s
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert result.stderr.startswith(f"error: {message.format(**names)}")
     assert {path: path.stat().st_mtime_ns for folder in (runs, tmp_path) for path in folder.rglob("*")} == files
+
+
+@pytest.mark.parametrize(("name", "value"), [("run", None), ("out", 1), ("seed", [0]), ("adapter", "yes")])
+def test_an_argument_of_another_type_is_named(runs: Path, tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{name}: expected .*, got "):
+        export(**{"run": runs / "full", "out": tmp_path / "out", name: value})
+    assert not any(tmp_path.iterdir())

@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "teacher": {
         "none": {},
         "teacher": {"teacher": {"log_prob_min_clamp": -4.0}},
-        "alone": {"teacher": {"use_task_rewards": False}},
+        "alone": {"teacher": {"use_task_rewards": False, "log_prob_min_clamp": None}},
     },
     "advantages": {
         "all live": {},
@@ -66,6 +66,13 @@ BANS = [
     ),
 ]
 ROWS = pair_cover(FACTORS, bans=BANS)
+# Hardly any of these leaves answers out, which more than two settings must allow.
+FIRST = {name: values[0] for name, values in FACTORS.items()} | {"head": "tied"}  # verl's FSDP1 loads it on each rank
+SKIPPING = [
+    FIRST | {"advantages": "half dead", "micro": "by tokens", "aggregation": "token-mean"},
+    FIRST | {"advantages": "one rank dead", "micro": "2"},
+    FIRST | {"advantages": "all dead", "micro": "1"},
+]
 ADDED = {"gspo/passes", "gspo/dropped_gradient_mass", "gspo/live_row_share", "gspo/rows_differentiated"}
 OVERLAP = {"distillation/overlap_ratio", "distillation/overlap_token_advantage"}  # need the student's own top k
 
@@ -145,4 +152,4 @@ def rank_main(rank: int, folder: Path, rows: list[dict[str, str]], ranks: int) -
 def test_training_equals_that_with_verls_engine(ranks: int, tmp_path: Path) -> None:
     """Two ranks run rows with every value. All rows run in one start of the processes."""
     rows = ROWS if ranks == 1 else value_cover(ROWS)
-    run_ranks(rank_main, ranks, tmp_path, rows, ranks, deadline=900.0)
+    run_ranks(rank_main, ranks, tmp_path, rows + SKIPPING, ranks, deadline=900.0)

@@ -412,6 +412,12 @@ def operand_dtype(case: Case) -> torch.dtype:
     return torch.bfloat16 if case.row["autocast"] else dtype
 
 
+def loss_scale(slopes: list[Tensor]) -> float:
+    """Return the power of two that makes the largest slope at least 1, so that fp16 gradients do not underflow."""
+    largest = max(x.abs().max().item() if x.numel() else 0.0 for x in slopes)
+    return 2.0 ** -math.floor(math.log2(largest)) if largest else 1.0
+
+
 def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, order: int = 0) -> Results:
     """Compute all results. The head multiplies in `dtype`, the rest is at least fp32.
 
@@ -446,12 +452,13 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
         extra = torch.where(extra_ids >= 0, torch.stack(columns, 1), 0)
         total = total + (f * extra).sum()
         factor = factor + torch.where(extra_ids >= 0, f, 0).sum(1)
-    d = torch.autograd.grad(total, projection, retain_graph=True)[0] if len(lp) else torch.zeros_like(projection)
-    d_vocabulary = torch.autograd.grad((factor * full_lp).sum(), projection, retain_graph=True)[0]
+    lift = loss_scale([*slopes, factor]) if dtype == torch.float16 else 1.0
+    d = torch.autograd.grad(lift * total, projection, retain_graph=True)[0] if len(lp) else torch.zeros_like(projection)
+    d_vocabulary = torch.autograd.grad((lift * factor * full_lp).sum(), projection, retain_graph=True)[0]
     if dropped is not None:
         d = d - torch.where(dropped, d_vocabulary, 0)
     gradients = torch.autograd.grad(projection, list(leaves.values()), d)
-    named = dict(zip(leaves, gradients, strict=True))
+    named = {name: x.to(wide) / lift for name, x in zip(leaves, gradients, strict=True)}
     if kept is not None and dtype == torch.float32:
         named |= _from_pairs(case, leaves, d)
 
@@ -469,7 +476,7 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
         outputs["kl_log_probs"] = per_token(full_lp)
     if extra is not None:
         outputs["extra_log_probs"] = per_token(extra)
-    parts = {"policy": policy, "slopes": slopes, "factor": factor, "d_vocabulary": d_vocabulary.detach()}
+    parts = {"policy": policy, "slopes": slopes, "factor": factor, "d_vocabulary": d_vocabulary.detach() / lift}
     temperature = torch.as_tensor(options["temperature"]).reshape(-1, 1)
     parts["logits"] = (options["logit_scale"] * projection[:, : case.vocab] / temperature).detach()
     return Results(outputs, named, policy.metrics, parts=parts)
@@ -560,6 +567,8 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
             rms = of_split + truncation(DEVICE, dtype, case.tokens["hidden"].shape[-1], largest)
             # A log-prob near 0 is a difference of two logits, whose errors of eps * max|z| are its relative error.
             rms += 2 * torch.finfo(wide).eps * largest * true.square().mean().sqrt().item()
+            # An entropy near 0 is a difference of numbers near 1.
+            rms += 2 * torch.finfo(wide).eps * (name == "entropy")
             check(name, x.reshape(-1), same.reshape(-1), true.reshape(-1), wide, rms)
     for name, x in ours.gradients.items():
         runs = [y.gradients[name] for y in (truth, *plain)]
@@ -585,7 +594,7 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         size = true.square().mean().sqrt().item()
         rms = more * RELATIVE_RMS[law] * size
         if x.dtype == torch.float16:  # below 2^-14 numbers are 2^-24 apart, so rounding moves them by up to 2^-25
-            same, rms = same.half(), rms + 2**-25
+            same, rms = same.half().double() + more * 2**-25, rms + 2**-25
         # Where terms cancel, an error may be as large as in plain PyTorch.
         of_plain = (same - true).square().mean().sqrt().item()
         rms = max(rms + of_plain * (dtype == torch.float32), 2 * (1 + more) * of_plain - RELATIVE_RMS[law] * size)

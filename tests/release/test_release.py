@@ -22,7 +22,7 @@ pytest.importorskip("build", reason="make test-release")
 pytest.importorskip("twine", reason="make test-release")
 
 VERSION = "0.1.0"
-INTEGRATIONS = ("huggingface", "reference_trainer", "settings", "tasks", "trainers", "verl_plugin")
+INTEGRATIONS = ("huggingface", "reference_trainer", "tasks", "trainers", "verl_plugin")
 OF_EXTRAS = ("megatron", "trl", "verl")  # the packages of these extras need not be installed
 
 

@@ -90,7 +90,8 @@ def main() -> int:
     state["wrong"] = [seed for seed in state["wrong"] if not is_right(seed)]
     while state["cases"] < options.cases:
         begin, seed = time.perf_counter(), options.seed * 10**7 + state["cases"]
-        state["wrong"] += [] if is_right(seed) else [seed]
+        if not is_right(seed):
+            state["wrong"].append(seed)
         step = TOKENS[options.backend] if options.bits else 1
         state["cases"] += step
         state["seconds"] += time.perf_counter() - begin

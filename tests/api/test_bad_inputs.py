@@ -211,7 +211,7 @@ def tiny_model() -> Any:
 
 
 def noise(before: Any, after: Any, objective: Any = None, **arguments: Any) -> Any:
-    """Call `clip_noise`. "valid" stands for log-probs, and "after.fp32" is a field of those after the update."""
+    """Call `clip_noise`. Replace "valid" by valid log-probs. "after.fp32" is the field `fp32` of `after`."""
     pytest.importorskip("transformers")
     from gspo_kernels.integrations.huggingface import clip_noise
     from gspo_kernels.integrations.huggingface.rounding import LogProbsByPrecision

@@ -65,7 +65,7 @@ def meet() -> None:
     while not (folder / "port").exists():  # `run_ranks` has a deadline
         time.sleep(0.01)
     port = (folder / "port").read_text()
-    # The last variable keeps rank 0 from listening at this port itself.
+    # With the last variable, rank 0 connects to the store, and does not open one at the same port.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
 
 

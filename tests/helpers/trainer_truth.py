@@ -240,8 +240,8 @@ class Truth:
         if config.gradient_budget:
             return
         true, ours = expected["gradient"], torch.cat([full(x.grad).flatten().double() for x in optimizer.masters])
-        # Without a reward that differs, gradients of KL and teacher nearly cancel, down to rounding. In the first step,
-        # KL has no gradient in fp32, and one from the rounding of the reference's log-probs in float64.
+        # With equal rewards, gradients of KL and teacher nearly cancel, and rounding remains. In the first step, the
+        # gradient of the KL is 0 in fp32. In float64 it is not, because the reference's log-probs were rounded.
         of_rounding = 1 + 2 * (config.objective.kl_coef != 0)
         limit = TRAINER_LOG_RELATIVE * (true.norm().item() + of_rounding)
         assert numbers["grad_norm"] == pytest.approx(true.norm().item(), rel=0, abs=limit)

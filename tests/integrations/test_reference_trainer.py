@@ -1,4 +1,4 @@
-"""Parts of the reference trainer: curves, the budget, the head, sampling, rewards; refused options, models and data."""
+"""Test curves, budget, head, sampling and rewards of the reference trainer, and that it refuses bad input."""
 
 from __future__ import annotations
 

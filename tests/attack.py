@@ -42,7 +42,7 @@ from torch import Tensor
 
 from gspo_kernels import linear_log_probs
 
-EVERY = 20  # rows between two writes of the file
+EVERY = 20  # rows of each process between two writes of the file
 RECORD = Path(__file__).with_name("attack.json")  # the last runs with --record
 TOKENS = {"torch": 16384, "triton": 128}  # of a batch of --bits
 
@@ -52,17 +52,15 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch", help="triton: interpreted")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; --bits uses two")
     parser.add_argument("--compiled", action="store_true", help="also draw compile=True, which takes seconds per row")
     parser.add_argument("--row", help="check one row, with the settings that a failure printed")
     parser.add_argument("--bits", action="store_true", help="compare bits; cases are log-probs")
     parser.add_argument("--record", action="store_true", help=f"add the result to tests/{RECORD.name}")
     parser.add_argument("--out", type=Path, help="default: build/attack-BACKEND-SEED.json or bits-BACKEND-SEED.json")
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("GSPO_TEST_THREADS", "1")))
-    warnings.simplefilter("ignore")
-    patch_language_once()
-    ignore_nan_in_extremes()
     if options.row is not None:
+        prepare_process()
         check(row_of(options.row), options.seed)
         print("right")
         return 0
@@ -71,42 +69,54 @@ def main() -> int:
     path = options.out or Path("build") / f"{kind}-{options.backend}-{options.seed}.json"
     path.parent.mkdir(exist_ok=True)
     state = json.loads(path.read_text()) if path.exists() else {"cases": 0, "seconds": 0.0, "wrong": []}
-    factors = {**FACTORS, **(OF_TRITON if options.backend == "triton" else {})}
-    rows = Rows(factors if options.compiled else {**factors, "compile": (False,)}, BANS)
-
-    def is_right(seed: int) -> bool:
-        try:
-            if options.bits:
-                assert_same_bits(seed, options.backend)
-            else:
-                row = rows.any(random.Random(seed))
-                with repeatable(row, seed):
-                    assert_right(build(row, seed))
-        except AssertionError as error:  # the attack goes on
-            print(f"\n{str(error)[:1000]}", flush=True)
-            return False
-        return True
-
-    state["wrong"] = [seed for seed in state["wrong"] if not is_right(seed)]
-    while state["cases"] < options.cases:
-        begin, seed = time.perf_counter(), options.seed * 10**7 + state["cases"]
-        if not is_right(seed):
-            state["wrong"].append(seed)
-        step = TOKENS[options.backend] if options.bits else 1
-        state["cases"] += step
-        state["seconds"] += time.perf_counter() - begin
-        if options.bits or state["cases"] % EVERY == 0 or state["cases"] == options.cases:
+    step = TOKENS[options.backend] if options.bits else 1
+    judge = functools.partial(is_right, bits=options.bits, backend=options.backend, compiled=options.compiled)
+    workers = 1 if options.bits else options.workers
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), prepare_process) as pool:
+        state["wrong"] = [seed for seed, right in zip(state["wrong"], pool.map(judge, state["wrong"])) if not right]
+        while state["cases"] < options.cases:
+            begin, first = time.perf_counter(), options.seed * 10**7 + state["cases"]
+            rows = 1 if options.bits else min(EVERY * workers, options.cases - state["cases"])
+            seeds = range(first, first + rows * step, step)
+            state["wrong"] += [seed for seed, right in zip(seeds, pool.map(judge, seeds)) if not right]
+            state["cases"] += rows * step
+            state["seconds"] += time.perf_counter() - begin
             path.write_text(json.dumps({**state, **versions(), "seed": options.seed}, indent=1) + "\n")
             rate = state["cases"] / state["seconds"]
             print(f"\r{state['cases']:,} cases, {rate:.1f}/s, {len(state['wrong'])} wrong", end="", flush=True)
-    if options.bits:
-        other_process().shutdown()
     if options.record:
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         record[f"{kind}, {options.backend}"] = json.loads(path.read_text())
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{path}")
     return bool(state["wrong"])
+
+
+def prepare_process() -> None:
+    torch.set_num_threads(int(os.environ.get("GSPO_TEST_THREADS", "1")))
+    warnings.simplefilter("ignore")
+    patch_language_once()
+    ignore_nan_in_extremes()
+
+
+@functools.cache
+def rows_of(backend: str, compiled: bool) -> Rows:
+    factors = {**FACTORS, **(OF_TRITON if backend == "triton" else {})}
+    return Rows(factors if compiled else {**factors, "compile": (False,)}, BANS)
+
+
+def is_right(seed: int, *, bits: bool, backend: str, compiled: bool) -> bool:
+    try:
+        if bits:
+            assert_same_bits(seed, backend)
+        else:
+            row = rows_of(backend, compiled).any(random.Random(seed))
+            with repeatable(row, seed):
+                assert_right(build(row, seed))
+    except AssertionError as error:  # the attack goes on
+        print(f"\n{str(error)[:1000]}", flush=True)
+        return False
+    return True
 
 
 def tokens_of(seed: int, backend: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

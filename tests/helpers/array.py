@@ -38,6 +38,7 @@ from tolerance import (
     RELATIVE_RMS,
     check,
     check_loss,
+    softcap_slope,
     truncation,
 )
 from torch import Tensor, nn
@@ -346,13 +347,16 @@ def policy_of(case: Case, tokens: Tokens, lp: Tensor, entropy: Tensor, kl_lp: Te
         lows.append(low)
         highs.append(high)
         weighted = a * tokens.weights[at].to(lp.dtype)
+        weight = aggregation_weight(o.aggregation, length, o.length_norm) / normalizer
         if o.surrogate in SCORES:
             terms = score(log_ratio, weighted, x, o)
+            if o.ratio == "sequence-product":  # the factor is a function of L log-probs
+                near = score(log_ratio + length * STEP, weighted, x + STEP, o)
+                size += weight * ((near - terms) / STEP).detach().abs().sum().item()
         elif o.surrogate in DIVERGENCES:
             terms = dppo(log_ratio, weighted, x, o)
         else:
             terms = surrogate(log_ratio, weighted, o)
-        weight = aggregation_weight(o.aggregation, length, o.length_norm) / normalizer
         terms = weight * (terms - o.entropy_coef * h)
         size += weight * abs(o.entropy_coef) * length  # a small entropy is off by as much as a log-prob
         if tokens.ref is not None:
@@ -366,7 +370,7 @@ def policy_of(case: Case, tokens: Tokens, lp: Tensor, entropy: Tensor, kl_lp: Te
                 near = kl_to_reference(kl_lp[at] + STEP, tokens.ref[at].to(lp.dtype), token_log_ratio, o.kl_estimator)
                 size += (factor * ratio * (near - kl) / STEP).detach().abs().sum().item()
         loss = loss + terms.sum()
-        size += terms.detach().abs().sum().item() * (length if o.ratio == "sequence-product" else 1)
+        size += terms.detach().abs().sum().item()
     n, filled = max(len(lp), 1), max(len(ratios), 1)
     join = lambda parts: torch.cat(parts) if parts else lp.new_zeros(0)  # noqa: E731
     old = lp.detach() if tokens.old is None else tokens.old
@@ -442,7 +446,8 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
     if policy.loss.requires_grad:
         slopes = list(torch.autograd.grad(UPSTREAM * policy.loss, inner, allow_unused=True))
         slopes = [torch.zeros_like(x) if g is None else g for g, x in zip(slopes, inner, strict=True)]
-    total = torch.stack([(g * x).sum() for g, x in zip(slopes, (lp, entropy, full_lp), strict=True)]).sum()
+    totals = [(g * x).sum() for g, x in zip(slopes, (lp, entropy, full_lp), strict=True)]
+    calls = [totals[0] + totals[1], totals[2]] if case.row["kl_log_probs"] else [totals[0] + totals[1]]
     # The weight of the softmax in the vocabulary's pass, [n]
     factor = slopes[0] if case.row["kept_sets"] is None else torch.where(kept.all(1) & _empty(case), slopes[0], 0)
     extra = None
@@ -450,17 +455,21 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
         extra_ids, f = case.tokens["extra_ids"][mask], case.tokens["extra_factors"][mask].to(wide)
         columns = [projection_log_probs(target_ids=x.clamp(0), **options)[0] for x in extra_ids.unbind(1)]
         extra = torch.where(extra_ids >= 0, torch.stack(columns, 1), 0)
-        total = total + (f * extra).sum()
+        calls[0] = calls[0] + (f * extra).sum()
         factor = factor + torch.where(extra_ids >= 0, f, 0).sum(1)
     lift = loss_scale([*slopes, factor]) if dtype == torch.float16 else 1.0
-    d = torch.autograd.grad(lift * total, projection, retain_graph=True)[0] if len(lp) else torch.zeros_like(projection)
+    d = [torch.autograd.grad(lift * x, projection, retain_graph=True)[0] for x in calls]  # each is rounded
     d_vocabulary = torch.autograd.grad((lift * factor * full_lp).sum(), projection, retain_graph=True)[0]
     if dropped is not None:
-        d = d - torch.where(dropped, d_vocabulary, 0)
-    gradients = torch.autograd.grad(projection, list(leaves.values()), d)
+        d[0] = d[0] - torch.where(dropped, d_vocabulary, 0)
+    if options["logit_softcap"] and order >= PLAIN_ORDERS[torch.float32]:
+        error = softcap_slope(wide) * (-1) ** order
+        d = [x * (1 + error / _slope(options).clamp(min=abs(error))) for x in d]
+    of_calls = [torch.autograd.grad(projection, list(leaves.values()), x, retain_graph=True) for x in d]
+    gradients = [torch.stack(x).sum(0) for x in zip(*of_calls, strict=True)]
     named = {name: x.to(wide) / lift for name, x in zip(leaves, gradients, strict=True)}
     if kept is not None and dtype == torch.float32:
-        named |= _from_pairs(case, leaves, d)
+        named |= _from_pairs(case, leaves, torch.stack(d).sum(0))
 
     def per_token(x: Tensor) -> Tensor:
         out = torch.zeros(*mask.shape, *x.shape[1:], dtype=x.dtype)
@@ -480,6 +489,12 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
     temperature = torch.as_tensor(options["temperature"]).reshape(-1, 1)
     parts["logits"] = (options["logit_scale"] * projection[:, : case.vocab] / temperature).detach()
     return Results(outputs, named, policy.metrics, parts=parts)
+
+
+@torch.no_grad()
+def _slope(options: dict[str, Any]) -> Tensor:
+    """Return the derivatives of a soft-cap, 1 - tanh^2, without cancellation."""
+    return 1 / (options["logit_scale"] * options["projection"] / options["logit_softcap"]).cosh().square()
 
 
 @torch.no_grad()

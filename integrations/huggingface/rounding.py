@@ -26,7 +26,7 @@ from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.inputs.lm_head import is_fsdp_unit
 from gspo_kernels.objective import CLIPPING
 from gspo_kernels.ranks.dtensors import is_dtensor
-from gspo_kernels.validation import FLOATS, INTEGERS, TensorChecks, Unquoted
+from gspo_kernels.validation import FLOATS, INTEGERS, TensorChecks, Unquoted, up_to_five
 
 from .fused_head import base_model, check_model, fuse_head, is_fused
 from .head_options import generators_restored, in_mode
@@ -254,7 +254,8 @@ def clip_noise(
     Raises:
         ValueError: the surrogate of the objective has a gradient outside its window, or clips single tokens of a
             sequence ratio (gmpo).
-        TypeError, ValueError: log-probs or the mask are not [B, T], or `policy_loss` refuses an argument.
+        TypeError, ValueError: log-probs or the mask are not [B, T], log-probs are not finite, or `policy_loss` refuses
+            an argument.
     """
     check = TensorChecks("clip_noise")
     objective = Objective() if objective is None else objective
@@ -271,6 +272,8 @@ def clip_noise(
         for field, x in of._asdict().items():
             check.log_probs(f"{name}.{field}", x, shapes=shapes, shape_text=text, device=mask.device)
             check.sign(f"{name}.{field}", x, mask)
+            wrong = mask & ~x.isfinite()
+            check.flag(f"{name}.{field}", wrong, "finite where mask is true", lambda x=x[wrong]: up_to_five(x))
     of_answers = objective.ratio == "sequence"
     changes: dict[str, Any] = {"kl_coef": 0.0, "entropy_coef": 0.0, "rollout_correction": None}
     changes["aggregation"] = "seq-mean-token-mean"  # irrelevant here, and other values may warn

@@ -16,7 +16,7 @@ from .config import InputError, TrainConfig, convert
 from .config_file import read_run
 from .loading import ADAPTER, load_adapter, located, weight_dtype
 from .policy import ROUNDED, merged
-from .report import MODEL_STATE, model_of_run
+from .report import model_of_run
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -69,7 +69,7 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as partial:
         if adapter:
-            shutil.copytree(model, partial, ignore=shutil.ignore_patterns(MODEL_STATE))
+            shutil.copytree(model, partial)
             settings = json.loads((partial / ADAPTER).read_text(encoding="utf-8"))
             settings |= {"base_model_name_or_path": located(base)[0]} if base else {}
             (partial / ADAPTER).write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -33,7 +33,6 @@ except ImportError:  # not on Windows
     fcntl = None
 
 Row = dict[str, Any]  # one line of metrics.jsonl
-MODEL_STATE = "trainer_state.json"  # in the folder of a model: the seed and the step after which it was saved
 HELD_OUT = "held_out.jsonl"  # the prompts of the evaluations
 
 
@@ -227,15 +226,14 @@ class RunFolder:
             raise InputError(f"{self.metrics}: damaged: expected a line for each step of seed {seed}, got {steps}")
         return rows
 
-    def save_model(self, policy: Policy, seed: int, step: int) -> Path:
-        """Write the model of a seed after a step. Return the model's folder, which appears only when it is complete."""
+    def save_model(self, policy: Policy, seed: int) -> Path:
+        """Write the model of a seed. Return the model's folder, which appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
         weights = whole_weights(policy)
         with agreed():
             if self._writes:
                 with replacing(folder) as partial:
                     policy.save(partial, weights)
-                    (partial / MODEL_STATE).write_text(json.dumps({"seed": seed, "step": step}), encoding="utf-8")
         return folder
 
     def save_checkpoint(self, state: Row) -> None:

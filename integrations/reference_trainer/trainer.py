@@ -242,7 +242,7 @@ class Training(Learner):
             while self.step < config.steps:
                 self.train_step(next(prompts))
             if config.save:
-                self.folder.save_model(self.policy, self.seed, self.step)
+                self.folder.save_model(self.policy, self.seed)
         except (KeyboardInterrupt, SystemExit, TrainingError):
             try:
                 self.save_stopped()
@@ -352,7 +352,7 @@ class Training(Learner):
             if reason := folder.plot()[1]:
                 say(reason)
             if self.config.save:
-                say(f"model: {folder.save_model(self.policy, self.seed, self.step)}")
+                say(f"model: {folder.save_model(self.policy, self.seed)}")
             if any("eval_change" in row for row in self.rows):
                 say(f"seed {self.seed}: {sentence(held_out_results(self.rows))}")
             say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")

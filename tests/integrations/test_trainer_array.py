@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import chat_model
+from helpers import chat_model, killed_run
 from helpers.pair_cover import pair_cover, seed_of_the_week, value_cover
 from helpers.ranks import meet, run_ranks
 from helpers.reference_runs import moe_checkpoint, rows_of, small, stopping, write_jsonl
 from helpers.trainer_truth import Truth
+from torch.multiprocessing import ProcessExitedException  # pyright: ignore[reportPrivateImportUsage]
 
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
@@ -247,6 +248,32 @@ def test_a_run_is_right_and_continues_to_the_bit(
     check(row, models, tmp_path, monkeypatch)
     unsaved = row["stop"] in ("update, twice", "failed update")
     assert ("stopped in the updates of step" in capsys.readouterr().out) == unsaved
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_continues_to_the_bit(tmp_path: Path) -> None:
+    """Kill the process before an operation on a file. A killed process removes nothing and writes nothing more."""
+
+    def run(name: str, killed_at: int = 0, resume: bool = False, overwrite: bool = False) -> Path:
+        options = {"steps": 2, "prompts_per_step": 2, "eval_prompts": 2, "checkpoint_every": 1, "save": True}
+        options |= {"output": tmp_path / name, "overwrite": overwrite}
+        ranks = tmp_path / f"{name}, killed at {killed_at}"
+        ranks.mkdir()
+        run_ranks(killed_run.main, 1, ranks, killed_at, resume, options, imported=killed_run.__name__)
+        return tmp_path / name / "demo"
+
+    def all_files_of(folder: Path) -> Any:
+        model = {path.name: path.read_bytes() for path in (folder / "model-seed0").iterdir()}
+        return files_of(folder), model, {path.name for path in folder.iterdir()}
+
+    truth = all_files_of(run("whole"))
+    operations = int((tmp_path / "whole" / "operations").read_text())
+    for killed_at in random.Random(SEED).sample(range(1, operations + 1), 8):
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
+            run(f"{killed_at}", killed_at)
+        can_resume = (tmp_path / f"{killed_at}" / "demo" / "checkpoint.pt").exists()
+        folder = run(f"{killed_at}", resume=can_resume, overwrite=not can_resume)
+        assert all_files_of(folder) == truth, f"killed before operation {killed_at}"
 
 
 def rank_main(rank: int, folder: Path, models: dict[str, dict[str, Any]], rows: list[Any]) -> None:

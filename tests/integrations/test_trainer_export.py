@@ -63,7 +63,6 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
     model: Any = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == dtype and result.output.startswith(f"model: {out}, ")
     assert f" GB, {str(dtype).removeprefix('torch.')}\n" in result.output
-    assert not (out / "trainer_state.json").exists()
     trained, weights = runs / name / f"model-seed{seed}", model.state_dict()
     base = AutoModelForCausalLM.from_pretrained(runs / "base", dtype=torch.float32).state_dict()
     if name == "lora":
@@ -145,7 +144,7 @@ def test_an_adapter_is_exported_in_the_format_of_peft(runs: Path, tmp_path: Path
     assert torch.equal(loaded(IDS).logits, trained(IDS).logits)
     names = {path.name for path in out.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} < names
-    assert not names & {"trainer_state.json", "config.json", "generation_config.json"}
+    assert not names & {"config.json", "generation_config.json"}
 
 
 def test_a_base_that_has_moved_is_named_and_can_be_given(runs: Path, tmp_path: Path) -> None:

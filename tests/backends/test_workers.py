@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.array import run
+from helpers.features import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -65,6 +67,16 @@ def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
     for threads in (2, 3, 7):
         for a, b in zip(expected, results(threads, **OPTIONS[name]), strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("settings", ["", "frozen=hidden", "frozen=weight", "frozen=hidden kept_sets=offsets"])
+def test_no_gradient_of_adapters_depends_on_the_number_of_threads(settings: str) -> None:
+    case = make(f"head=two_loras tiles=many {settings}")
+    expected = run(case).gradients
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        ours = run(case).gradients
+        assert ours.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in ours.items())
 
 
 def test_every_tile_is_computed_by_a_single_thread(monkeypatch: pytest.MonkeyPatch) -> None:

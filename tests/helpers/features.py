@@ -35,6 +35,7 @@ CEILINGS = {  # outside of the log-ratios of `_log_ratios`
     "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 1.9},
     "delta": {"narrow": 1.00045, "wide": 1.32},
 }
+CEILINGS_OF = {"dual_clip": ("dual_clip",), "delta": ("delta",), "both": tuple(CEILINGS)}
 CORRECTIONS: dict[str, Any] = {
     "truncate": RolloutCorrection("token", "truncate", 0.8, 1.2),
     "mask": RolloutCorrection("sequence", "mask", 0.7, 1.4),
@@ -59,19 +60,19 @@ FACTORS: dict[str, Sequence[Any]] = {
     "policy": ("medium", "flat", "peaked", "ties"),
     "head": ("weight", "linear", "lora", "two loras"),
     "bias": (None, "argument", "module"),
-    "logit_scale": (1.0, 0.6, -0.8, SMALL_SCALE),
+    "logit_scale": (1.0, 0.6, -0.8, SMALL_SCALE, -SMALL_SCALE),
     "logit_softcap": (None, 5.0),
     "temperature": ("1", "number", "tensor", "per token"),
     "vocab_size": ("all", "padded"),
     "head_precision": (None, None, "fp32", "bf16x3"),
     "autocast": (False, False, True),
     "frozen": ("nothing", "weight", "hidden", "everything"),
-    "advantages": ("per sequence", "column", "per token"),
+    "advantages": ("per sequence", "column", "per token", "all zero"),
     "old_log_probs": ("given", "given", None),
     "ratio": RATIOS,
     "surrogate": SURROGATES,
     "window": tuple(WINDOWS),
-    "ceiling": (None, None, "dual_clip", "delta"),
+    "ceiling": (None, None, *CEILINGS_OF),
     "aggregation": AGGREGATIONS,
     "kl": (None, "metric", "term"),
     "kl_estimator": ("k3", *(x for x in KL_ESTIMATORS if x != "k3")),
@@ -143,9 +144,9 @@ BANS = [
         "VESPO's ratio is to the sampler", "rollout_correction must be None with surrogate='vespo'"),
     Ban(("surrogate", "ceiling"), lambda s, c: c == "dual_clip" and s not in ("clip", *DIVERGENCES), "no such bound",
         "dual_clip must be None with surrogate="),
-    Ban(("surrogate", "ceiling"), lambda s, c: c == "delta" and s != "clip", "no such bound",
-        "delta must be None with surrogate="),
-    Ban(("window", "ceiling"), lambda w, c: c == "delta" and w == "open", "no number exceeds 1 + clip_high",
+    Ban(("surrogate", "ceiling"), lambda s, c: c in ("delta", "both") and s != "clip", "no such bound",
+        "(dual_clip|delta) must be None with surrogate="),
+    Ban(("window", "ceiling"), lambda w, c: c in ("delta", "both") and w == "open", "no number exceeds 1 + clip_high",
         "delta must be a number > 1 . clip_high"),
     Ban(("ratio", "kl_ratio_factor"), lambda r, f: f and r == "sequence-product", "the product has no gradient",
         "kl_ratio_factor must be False with ratio='sequence-product'"),
@@ -311,7 +312,7 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
         hidden[sure] = 0.01 * hidden[sure]
         hidden[..., 0] = torch.where(sure, 5.0, hidden[..., 0])
     weight[vocab:] = 100
-    lift = 1 / row["logit_scale"] if row["logit_scale"] == SMALL_SCALE else 1.0
+    lift = 1 / SMALL_SCALE if abs(row["logit_scale"]) == SMALL_SCALE else 1.0
     weight *= lift
     leaves = {"weight": weight.to(wide)}
     if row["bias"]:
@@ -340,7 +341,7 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
     tokens["target_ids"] = torch.where(mask, ids, -100 if row["mask"] == "by target" else garbage)
 
     sign = torch.tensor([1.0, -1, 1, -1, 1, -1, 0], dtype=torch.float64)[torch.randperm(7, generator=rng)]
-    advantages = sign * (0.5 + rand(sequences))
+    advantages = sign * (0.5 + rand(sequences)) * (row["advantages"] != "all zero")
     if row["advantages"] == "per token":
         flip = torch.where(rand(*mask.shape) < 0.3, -1.0, 1.0) * (rand(*mask.shape) > 0.1)
         advantages = torch.where(mask, advantages[:, None] * flip * (0.5 + rand(*mask.shape)), math.nan)
@@ -382,8 +383,8 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
 def _objective(row: Mapping[str, Any]) -> Objective:
     low, high = WINDOWS[row["window"]]
     changes: dict[str, Any] = {}
-    if row["ceiling"]:
-        changes[row["ceiling"]] = CEILINGS[row["ceiling"]].get(row["window"], 9.0)
+    for name in CEILINGS_OF.get(row["ceiling"], ()):
+        changes[name] = CEILINGS[name].get(row["window"], 9.0)
     if row["weights_of_surrogates"] == "other":
         changes |= {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7, "vespo_k_pos": 0.0}
         changes |= {"vespo_lambda_pos": 0.5, "vespo_k_neg": 1.0, "vespo_lambda_neg": 0.5}

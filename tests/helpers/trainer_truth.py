@@ -196,7 +196,7 @@ class Truth:
             aux = torch.stack([x for _, x in parts]).mean()
             loss, scopes["ran"]["router_aux_loss"] = loss + truth.router_loss_weight * aux, aux.detach()
         if truth.teacher is not None:
-            q = self.logits(truth.teacher, rollout)[0][mask].softmax(-1).detach()
+            q = self.logits(truth.teacher, rollout)[0][mask][:, : logits.shape[-1]].softmax(-1).detach()
             q, ids = q.topk(config.distillation_k)
             p = logits[mask].softmax(-1).gather(-1, ids)
             p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
@@ -290,8 +290,11 @@ class Truth:
         config = self.config
         gradients = [full(x.grad).double() for x in optimizer.masters]
         if self.collected:
+            scaled = torch.stack(gather(torch.stack(self.collected).sum(0))).mean(0)
+            norm = scaled.norm().item() / numbers.get("loss_scale", 1)
+            assert numbers["grad_norm"] == pytest.approx(norm, rel=TRAINER_LOG_RELATIVE, abs=METRIC_ABSOLUTE)
             scale = numbers.get("loss_scale", 1) * max(1.0, (numbers["grad_norm"] + 1e-6) / config.max_grad_norm)
-            expected = torch.stack(gather(torch.stack(self.collected).sum(0))).mean(0) / scale
+            expected = scaled / scale
             ours = torch.cat([x.flatten() for x in gradients])
             torch.testing.assert_close(ours, expected, rtol=TRAINER_LOG_RELATIVE, atol=METRIC_ABSOLUTE)
         self.updates += 1

@@ -56,9 +56,17 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return ids, mask, torch.randn(ANSWERS).masked_fill(torch.arange(ANSWERS) < 4, 0)
 
 
-def exact_log_probs(model: Any, ids: Tensor) -> Tensor:
-    logits = copy.deepcopy(model).double()(ids).logits[:, :-1]
+def exact_log_probs(model: Any, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    logits = copy.deepcopy(model).double()(ids).logits[:, :-1] / temperature
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def test_all_log_probs_are_those_at_the_temperature() -> None:
+    model, _ = models(torch.float32, lora=False)
+    ids, mask, _ = batch()
+    for ours in log_probs_by_precision(model, ids, answer_mask=mask, temperature=0.7):
+        error = (ours - exact_log_probs(model, ids, 0.7))[mask[:, 1:] > 0]
+        assert error.abs().max() < 10 * LOG_PROB_STD
 
 
 @pytest.mark.parametrize("ratio", ["sequence", "sequence-token", "token"])

@@ -130,6 +130,24 @@ def test_gradients_equal_those_of_torchs_checkpoint(name: str, live: str, choice
     assert not rows.fallbacks
 
 
+def test_rows_are_looked_for_again_after_a_hook_changed_a_gradient_in_place(choices: list[tuple[int, int]]) -> None:
+    ids, mask, weights = batch()
+    computed = []
+    for skips in (False, True):
+        model = build()
+        if skips:
+            skip_rows_without_gradient(model)
+
+        def add(layer: Any, inputs: Any, output: Any) -> None:
+            hidden = output if isinstance(output, Tensor) else output[0]
+            hidden.register_hook(lambda gradient: gradient.__setitem__(1, 0.01))
+
+        model.model.layers[1].register_forward_hook(add)
+        computed.append(gradients(model, ids, weights, attention_mask=mask))
+    assert_same(computed[1], computed[0], ROW_CHECKPOINT_RELATIVE)
+    assert choices == [(3, B), (4, B)]
+
+
 OFFSETS = [*range(0, B * T + 1, T)]
 WRONG_OFFSETS = [[*OFFSETS[:-2], 60], [*OFFSETS[:-2], 47, 60], [0, *OFFSETS]]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
 from tolerance import MERGED_LOGIT_ABSOLUTE
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
@@ -31,6 +31,7 @@ from gspo_kernels.integrations.reference_trainer import (
     update,
 )
 from gspo_kernels.integrations.reference_trainer import optimizer as optimizer_module
+from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config import Step
 from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
@@ -104,7 +105,9 @@ def test_variables_of_the_chat_template_reach_every_rendering(tmp_path: Path) ->
 
 
 def test_schedules() -> None:
-    config = TrainConfig(steps=5, updates_per_rollout=4, warmup_updates=4, schedule="cosine", learning_rate=1.0)
+    config = TrainConfig(
+        steps=5, epochs=2, updates_per_rollout=2, warmup_updates=4, schedule="cosine", learning_rate=1.0
+    )
     rates = [config.learning_rate_at(update) for update in range(21)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[12] == pytest.approx(0.5) and rates[20] == pytest.approx(0) and sorted(rates[4:])[::-1] == rates[4:]
@@ -112,6 +115,28 @@ def test_schedules() -> None:
 
 
 # LoRA, precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("autocast", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp16-autocast", torch.float16),
+    ],
+)
+def test_layers_compute_in_the_dtype_of_the_precision(precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    seen = set()
+
+    def layer_ran(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor) and torch.is_grad_enabled():
+            seen.add(output.dtype)
+
+    with nn.modules.module.register_module_forward_hook(layer_ran):
+        train(small(tmp_path, steps=1, precision=precision))
+    assert seen == {dtype}
 
 
 def test_an_adapter_names_its_base_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +256,21 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     assert running.count == 3
     nothing = RewardBatch([0.0] * 6, {"one": [None] * 6}, [])
     assert advantages_of(TrainConfig(group_size=3), batch, nothing, running).tolist() == [0] * 6
+
+
+def test_running_moments_are_those_of_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[float], Tensor]] = []
+
+    def recorded(config: Any, batch: Any, rewards: RewardBatch, running: RunningMoments) -> Tensor:
+        seen.append((rewards.total, advantages_of(config, batch, rewards, running)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(loop, "advantages_of", recorded)
+    train(small(tmp_path, advantages=[{"normalize_rewards": {"by": "running", "scale": False}}]))
+    assert len(seen) == 3
+    for i, (rewards, advantages) in enumerate(seen):
+        so_far = torch.tensor([x for totals, _ in seen[: i + 1] for x in totals], dtype=torch.float64)
+        torch.testing.assert_close(advantages.double(), (torch.tensor(rewards) - so_far.mean()).double())
 
 
 KL_OF_TOKEN = {"k1": 0.5, "abs": 0.5, "k2": 0.125, "k3": 0.5 - 1 + 2.718281828459045**-0.5}

@@ -13,7 +13,8 @@ import torch
 from helpers.reference_runs import rows_of, small
 
 from gspo_kernels.integrations.reference_trainer import held_out, policy, train
-from gspo_kernels.integrations.reference_trainer.sampling import answers_to, choose, sampler_weights
+from gspo_kernels.integrations.reference_trainer.config import Truncation
+from gspo_kernels.integrations.reference_trainer.sampling import ChosenTokens, answers_to, choose, sampler_weights
 from gspo_kernels.integrations.tasks import Example, RewardComponent
 
 SIX = [Example(f"sort {letters}:", "") for letters in ("abc", "fed", "abc", "c", "fedcba", "ab")]
@@ -72,6 +73,18 @@ def test_small_probabilities_of_a_large_vocabulary_are_kept() -> None:
     numbers = 1 - (torch.arange(64, dtype=torch.float64) + 1000) / 2**27
     tokens = choose(logits.expand(64, -1), numbers)
     assert len(set(tokens.tolist())) == len(numbers)
+
+
+def test_kept_ids_and_log_probs_are_those_at_the_temperature() -> None:
+    scores = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    for temperature in (0.4, 1.5):
+        chosen = ChosenTokens(torch.rand(5, 1, dtype=torch.float64), temperature, Truncation(top_p=0.8))
+        tokens = chosen(torch.zeros(5, 1, dtype=torch.long), scores).argmax(1)
+        p, ids = (scores.double() / temperature).softmax(1).sort(descending=True)
+        kept = [row[: int((q.cumsum(0) < 0.8).sum()) + 1] for row, q in zip(ids, p, strict=True)]
+        assert [sorted(x) for x in chosen.kept[0]] == [sorted(x.tolist()) for x in kept]
+        for row, token, log_prob, of_row in zip(scores / temperature, tokens, chosen.log_probs[0], kept, strict=True):
+            torch.testing.assert_close(log_prob, row[token] - row[of_row].logsumexp(0))
 
 
 # Streams

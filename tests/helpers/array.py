@@ -732,6 +732,7 @@ def assert_parts_combine(case: Case, ours: Results, size: float) -> None:
     assert combined.keys() == set(names)
     if case.row["gradient_budget"] and "passes" in names:
         mass, share = (torch.stack([x.metrics[name] for x in parts]) for name in ("gradient_mass", chosen[0]))
+        assert share.max() <= case.row["gradient_budget"]
         mean = (mass * share).sum() / mass.sum().clamp(min=1e-30)
         torch.testing.assert_close(combined[chosen[0]], mean, rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE)
         names = [name for name in names if name not in chosen]

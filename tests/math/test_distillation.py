@@ -175,7 +175,7 @@ def test_advantages_of_a_teacher_by_token_and_by_sequence() -> None:
     out = teacher_advantages(old, teacher, advantages=task[:, None], level="sequence", **options)
     torch.testing.assert_close(out, by_sequence)
     rows = old.reshape(-1), teacher.reshape(-1)
-    masked = options | {"mask": mask.reshape(-1), "cu_seqlens": torch.tensor([0, 3, 6])}
+    masked: dict[str, Any] = options | {"mask": mask.reshape(-1), "cu_seqlens": torch.tensor([0, 3, 6])}
     torch.testing.assert_close(teacher_advantages(*rows, advantages=task, level="sequence", **masked), by_sequence)
     packed, offsets = mask.reshape(-1) == 1, torch.tensor([0, 2, 5])
     options["mask"] = None

@@ -5,7 +5,7 @@
 
 The second command compares the bits of log-probs over batches, padding, numbers of threads and processes. A run that
 was interrupted continues where it stopped, after it has checked the wrong rows again. Wrong rows are printed with the
-call that repeats them.
+call that repeats them. After a change of the table, a seed draws other rows, so start again with another --out.
 """
 
 from __future__ import annotations
@@ -81,14 +81,18 @@ def main() -> int:
             results = map(is_right, seeds) if options.bits else pool.map(is_right, seeds)
             return [seed for seed, right in zip(seeds, results, strict=True) if not right]
 
+        def save() -> None:
+            path.write_text(json.dumps({**state, **versions(), "seed": options.seed}, indent=1) + "\n")
+
         state["wrong"] = wrong_of(state["wrong"])
+        save()
         while state["cases"] < options.cases:
             begin, first = time.perf_counter(), options.seed * 10**7 + state["cases"]
             rows = 1 if options.bits else min(EVERY * workers, options.cases - state["cases"])
             state["wrong"] += wrong_of(range(first, first + rows * step, step))
             state["cases"] += rows * step
             state["seconds"] += time.perf_counter() - begin
-            path.write_text(json.dumps({**state, **versions(), "seed": options.seed}, indent=1) + "\n")
+            save()
             rate = state["cases"] / state["seconds"]
             print(f"\r{state['cases']:,} cases, {rate:.1f}/s, {len(state['wrong'])} wrong", end="", flush=True)
     if options.bits:

@@ -131,9 +131,10 @@ FLOAT64_LOSS_RELATIVE = 1e-12
 
 
 def softcap_slope(dtype: torch.dtype) -> float:
-    """Return the error of the slope of a soft-cap, 1 - tanh^2, by dtype of the accumulators.
+    """Return how far the slope of a soft-cap, 1 - tanh^2, may be off, for accumulators of this dtype.
 
-    tanh comes from a capped logit that was rounded up to four times. Near 1 all tokens may have the same error.
+    tanh is computed from a capped logit, which was rounded up to four times. Where tanh is near 1, these errors may be
+    the same for all tokens, and then they add up in a gradient.
     """
     return 4 * torch.finfo(dtype).eps
 

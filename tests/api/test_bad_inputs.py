@@ -211,7 +211,7 @@ def tiny_model() -> Any:
 
 
 def noise(before: Any, after: Any, objective: Any = None, **arguments: Any) -> Any:
-    """Call `clip_noise`. Replace "valid" by valid log-probs. "after.fp32" is the field `fp32` of `after`."""
+    """Call `clip_noise`. "valid" stands for valid log-probs, and "after.fp32" sets a field of `after`."""
     pytest.importorskip("transformers")
     from gspo_kernels.integrations.huggingface import clip_noise
     from gspo_kernels.integrations.huggingface.rounding import LogProbsByPrecision
@@ -423,7 +423,7 @@ ACCEPTED: list[tuple[str, str, str]] = [
     (r"(GSPO|acc).*\.(epsilon_high|delta|steps.*|cache_mib|head_precision|skip.*): None|acc.*gradient_budget: None",
      "finite", "the default"),
     (r"log_probs_by.*input_ids: entry (-1|1e06)", "IndexError", "the model's own error: for some, these are images"),
-    (r"clip_noise\.after.*: (entry (-1|0)|float64)", "finite equal", "log-probs"),
+    (r"clip_noise\.after.*: (entry (-1|0)|float64)", "finite equal", "valid log-probs"),
     (r"log_probs_by.*input_ids: entry 0|log_probs_by.*mask: (None|entry .*|(float|bfloat|u?int).*)", "finite equal",
      "0 or not"),
 

@@ -493,7 +493,7 @@ def by_formulas(case: Case, dtype: torch.dtype, dropped: Tensor | None = None, o
 
 @torch.no_grad()
 def _slope(options: dict[str, Any]) -> Tensor:
-    """Return the derivatives of a soft-cap, 1 - tanh^2, without cancellation."""
+    """Compute the slope of a soft-cap, 1 - tanh^2, as 1 / cosh^2, which does not cancel near 1."""
     return 1 / (options["logit_scale"] * options["projection"] / options["logit_softcap"]).cosh().square()
 
 

@@ -16,7 +16,10 @@ OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
 
 
 def main(rank: int, folder: Path, killed_at: int, resume: bool, options: dict[str, Any]) -> None:
-    """Train, or resume the run, and write the number of operations to `operations`. `killed_at`: from 1; 0: never."""
+    """Train or resume a run, and kill the process before its file operation number `killed_at` (0: never).
+
+    A run that finishes writes its number of operations to the file `operations`.
+    """
     config = small(folder, **options)
     count = 0
 

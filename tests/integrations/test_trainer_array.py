@@ -205,7 +205,7 @@ def saved_models(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the options of each model, and of its teacher."""
     torch.manual_seed(9)
     teacher = policy.demo_policy()
-    teacher.model.resize_token_embeddings(19)  # more rows than the policy's head, whose ids are likely
+    teacher.model.resize_token_embeddings(19)  # more rows than the policy's head, with large logits
     with torch.no_grad():
         teacher.head.get_parameter("weight")[-4:] = 100 * teacher.head.get_parameter("weight")[:4]
     teacher.save(folder / "demo")
@@ -258,7 +258,7 @@ def test_a_run_is_right_and_continues_to_the_bit(
 
 @pytest.mark.slow
 def test_a_run_whose_process_is_killed_continues_to_the_bit(tmp_path: Path) -> None:
-    """Kill the process before an operation on a file. A killed process removes nothing and writes nothing more."""
+    """Send SIGKILL before a file operation, so that the process cannot clean up."""
 
     def run(name: str, killed_at: int = 0, resume: bool = False, overwrite: bool = False) -> Path:
         options = {"steps": 2, "prompts_per_step": 2, "eval_prompts": 2, "checkpoint_every": 1, "save": True}

@@ -36,7 +36,7 @@ import triton
 from helpers import sharded_ranks
 from helpers.array import assert_right
 from helpers.features import BANS, FACTORS, OF_TRITON, build, repeatable, row_of
-from helpers.interpreter import ignore_nan_in_extremes, patch_language_once
+from helpers.interpreter import prepare_interpreter
 from helpers.pair_cover import Rows
 from helpers.ranks import run_ranks
 from torch import Tensor
@@ -108,8 +108,7 @@ def main() -> int:
 def prepare_process() -> None:
     torch.set_num_threads(int(os.environ.get("GSPO_TEST_THREADS", "1")))
     warnings.simplefilter("ignore")
-    patch_language_once()
-    ignore_nan_in_extremes()
+    prepare_interpreter()
 
 
 @functools.cache

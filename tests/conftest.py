@@ -43,10 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ["GSPO_TEST_DEVICE"] = "cpu"
         os.environ["TRITON_INTERPRET"] = "1"  # the compile gate runs in its own process
-        from helpers.interpreter import ignore_nan_in_extremes, patch_language_once
+        from helpers.interpreter import prepare_interpreter
 
-        patch_language_once()
-        ignore_nan_in_extremes()
+        prepare_interpreter()
     import torch
 
     # Shapes are so small that more threads are slower.

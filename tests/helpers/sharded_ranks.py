@@ -31,10 +31,9 @@ def main(rank: int, folder: Path, names: list[str], rows: dict[str, Any]) -> Non
     for name, row_and_seed in rows.items():
         add_row(name, *row_and_seed)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from helpers.interpreter import ignore_nan_in_extremes, patch_language_once
+        from helpers.interpreter import prepare_interpreter
 
-        patch_language_once()
-        ignore_nan_in_extremes()
+        prepare_interpreter()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     world = dist.get_world_size()
     groups = {str(n): dist.new_group(list(range(n)), timeout=TIMEOUT) for n in (1, 2, 3, 4, 8) if n <= world}

@@ -656,6 +656,8 @@ TOGETHER: list[tuple[str, str, dict[str, Any]]] = [
     )),
     *(("Objective", text, {**CLIP, **fields}) for text, fields in (
         ("length_norm must be a number of tokens", {"length_norm": None}),
+        ("length_norm must be a number of tokens", {"length_norm": None, "aggregation": "token-mean",
+                                                    "kl_aggregation": "seq-mean-token-sum-norm"}),
         ("clip_low must be .* <= 1", {"surrogate": "cispo", "clip_low": 1.5}),
         ("clip_low must be .* >= 0", {"surrogate": "gmpo", "clip_low": -0.1}),
         ("vespo_k_pos must be .*exp(80)", {**VESPO, "vespo_k_pos": 50, "vespo_lambda_pos": 1}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +61,32 @@ def test_a_thread_that_leaves_first_does_not_restore_the_setting_of_another() ->
     thread.join(20)
     assert inside == ["ieee"]
     assert BACKENDS.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.usefixtures("matmul_precision")
+def test_a_process_forked_while_a_thread_computes_restores_the_setting() -> None:
+    entered, forked = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with exact_products(CPU):
+            entered.set()
+            forked.wait(20)
+
+    torch.set_float32_matmul_precision("medium")
+    before = BACKENDS.mkldnn.matmul.fp32_precision
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(20)
+    child = os.fork()
+    if child == 0:
+        with exact_products(CPU):
+            pass
+        restored = (torch.get_float32_matmul_precision(), BACKENDS.mkldnn.matmul.fp32_precision)
+        os._exit(0 if restored == ("medium", before) else 1)
+    forked.set()
+    thread.join(20)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.usefixtures("matmul_precision")

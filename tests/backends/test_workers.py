@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
 from gspo_kernels.backends.torch import tiles as torch_tiles
 from gspo_kernels.backends.torch import workers
 
@@ -77,6 +79,22 @@ def test_no_gradient_of_adapters_depends_on_the_number_of_threads(settings: str)
         torch.set_num_threads(threads)
         ours = run(case).gradients
         assert ours.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in ours.items())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_run_in_inference_mode_and_keep_no_tensor(threads: int) -> None:
+    torch.set_num_threads(threads)
+    hidden, weight = torch.randn(300, 16), torch.randn(VOCAB, 16)
+    seen = weakref.ref(weight)
+    with torch.inference_mode():
+        inside = linear_log_probs(hidden, weight, torch.arange(300)).log_probs
+    assert torch.equal(inside, linear_log_probs(hidden, weight, torch.arange(300)).log_probs)
+    del weight
+    end = time.monotonic() + DEADLINE  # a thread drops its job soon after the result is there
+    while seen() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert seen() is None
 
 
 def test_every_tile_is_computed_by_a_single_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,11 +122,12 @@ def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, 
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_outliers_follow_the_formula(name: str, dtype: torch.dtype) -> None:
-    """The penalty of one answer must not cost digits of the others' standard deviation."""
+@pytest.mark.parametrize("sign", [1, -1])
+def test_outliers_follow_the_formula(name: str, sign: int, dtype: torch.dtype) -> None:
+    """The penalty, or the bonus, of one answer must not cost digits of the others' standard deviation."""
     rewards = 0.3 * torch.randn(26, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rewards[[3, 9, 12, 20, 21]] = torch.tensor([1e7, -1e8, 1e7, 1e8, -1e4], dtype=torch.float64)
-    rewards = rewards.to(dtype)
+    rewards = sign * rewards.to(dtype)
     ids = [0] * 8 + [1] * 8 + [2] * 10
     formula, options = FORMULAS[name]
     expected = by_group(formula, rewards.tolist(), ids)
@@ -213,19 +214,21 @@ def test_whitened_advantages_weigh_by_tokens() -> None:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_returns_of_tokens(gamma: float, clip: float | None) -> None:
+@pytest.mark.parametrize("has_kl", [True, False], ids=["KL", "no KL"])
+def test_returns_of_tokens(gamma: float, clip: float | None, has_kl: bool) -> None:
     rng = torch.Generator().manual_seed(0)
     mask = torch.rand(5, 11, generator=rng) > 0.3
     mask[3] = False
     kl, rewards = torch.randn(5, 11, generator=rng).double(), torch.randn(5, generator=rng).double()
     kl[~mask] = torch.nan
-    ours = token_returns(rewards, mask, kl=kl, kl_coef=0.2, gamma=gamma, reward_clip=clip)
+    options: dict[str, Any] = {"kl": kl, "kl_coef": 0.2} if has_kl else {}
+    ours = token_returns(rewards, mask, gamma=gamma, reward_clip=clip, **options)
     expected = torch.zeros(5, 11, dtype=torch.float64)
     for i in range(5):
         tokens = mask[i].nonzero()[:, 0].tolist()
         later = 0.0
         for t in reversed(range(11)):
-            reward = -0.2 * kl[i, t].item() if mask[i, t] else 0.0
+            reward = -0.2 * kl[i, t].item() if has_kl and mask[i, t] else 0.0
             reward += rewards[i].item() if tokens and t == tokens[-1] else 0.0
             later = (reward if clip is None else max(min(reward, clip), -clip)) + gamma * later
             expected[i, t] = later if mask[i, t] else 0.0

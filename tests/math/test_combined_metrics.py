@@ -21,12 +21,14 @@ def test_your_own_metrics_combine_by_the_divisors_that_you_name() -> None:
         return {
             "tokens": mask[rows].sum(),
             "teacher_kl": kl[rows][mask[rows]].mean(),  # NaN without tokens
-            "teacher_kl_max": kl[rows][mask[rows]].amax() if mask[rows].any() else torch.tensor(0.0).double(),
+            # The defaults of a part without tokens would be the extremes.
+            "teacher_kl_min": kl[rows][mask[rows]].amin() if mask[rows].any() else torch.tensor(0.0).double(),
+            "log_prob_max": (kl - 2)[rows][mask[rows]].amax() if mask[rows].any() else torch.tensor(0.0).double(),
             "reward_per_turn": reward[rows].sum() / turns[rows].sum(),
             "turns": turns[rows].sum(),
         }
 
-    divisors = {"teacher_kl": "tokens", "teacher_kl_max": "tokens", "reward_per_turn": "turns", "turns": None}
+    divisors = {"teacher_kl": "tokens", "teacher_kl_min": "tokens", "log_prob_max": "tokens", "reward_per_turn": "turns", "turns": None}
     combined = combine([metrics(rows) for rows in ([0, 1], [2], [3])], divisors=divisors)
     for name, value in metrics([0, 1, 2, 3]).items():
         torch.testing.assert_close(combined[name], value.double(), rtol=FLOAT64_RELATIVE, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -132,13 +133,14 @@ def test_extreme_probabilities_have_the_formulas_value_and_finite_gradients(kind
         torch.testing.assert_close(gradient[3], expected.detach(), rtol=KEPT_VALUE_RELATIVE, atol=0)
 
 
-def test_a_confident_student_keeps_the_digits_of_its_tail() -> None:
-    z = torch.tensor([[12.0, 1.0, 0.5, -0.3]], dtype=torch.float64)
-    log_p = z.log_softmax(-1)  # 2.8e-5 outside of the first id, 4.4e-6 outside of all three
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float32, 12.0), (torch.float64, 20.0)])
+def test_a_confident_student_keeps_the_digits_of_its_tail(dtype: torch.dtype, largest: float) -> None:
+    z = torch.tensor([[largest, 1.0, 0.5, -0.3]], dtype=torch.float64)
+    log_p = z.log_softmax(-1)  # of 12: 2.8e-5 outside of the first id, 4.4e-6 outside of all three; of 20: 1.5e-9
     log_q = torch.tensor([[-0.1, -3.0, -4.0]], dtype=torch.float64)
     q = log_q[0].exp()
     truth = formula(log_p[0, :3].exp(), q, "forward", "bucket", log_p[0, 3].exp(), 1 - q.sum())
-    ours = topk_divergence(log_p[:, :3].float().requires_grad_(), log_q.float(), kind="forward", tail="bucket")
+    ours = topk_divergence(log_p[:, :3].to(dtype), log_q.to(dtype), kind="forward", tail="bucket")
     torch.testing.assert_close(ours[0].double(), truth, rtol=KEPT_VALUE_RELATIVE, atol=0)
 
 
@@ -156,33 +158,61 @@ def test_weights_choose_and_mix_teachers() -> None:
     picked = topk_divergence(student, only, teacher_weights=chosen, mask=mask, **options)
     torch.testing.assert_close(picked, torch.stack([each[0, :, 1], each[1, :, 0]]) * mask)
     assert torch.autograd.grad(picked.sum(), student)[0].isfinite().all()
-    gaps = teacher[..., 0].detach() - student[..., :1, 0].detach()
-    ours = teacher_advantages(student[..., 0, 0], only[..., 0], coef=2.0, teacher_weights=chosen, mask=mask)
-    torch.testing.assert_close(ours, 2 * mask * torch.stack([gaps[0, :, 1], gaps[1, :, 0]]))
 
 
 # -- one log-prob per token
 
 
-def test_advantages_of_a_teacher_by_token_and_by_sequence() -> None:
-    old = torch.tensor([[-1.0, -2.0, torch.nan], [-3.0, -1.0, -0.5]])
-    teacher = torch.tensor([[-0.5, -4.0, 0.0], [-torch.inf, -1.0, -1.0]])
-    mask, task = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.tensor([1.0, -1.0])
-    options: dict[str, Any] = dict(coef=0.1, bound=5.0, mask=mask)
-    by_token = torch.tensor([[1.05, 0.8, 0.0], [-1.5, -1.0, -1.05]])
-    torch.testing.assert_close(teacher_advantages(old, teacher, advantages=task, **options), by_token)
-    by_sequence = torch.tensor([1 + 0.1 * (0.5 - 2) / 2, -1 + 0.1 * (-5 - 0.5) / 3])
-    out = teacher_advantages(old, teacher, advantages=task[:, None], level="sequence", **options)
-    torch.testing.assert_close(out, by_sequence)
-    rows = old.reshape(-1), teacher.reshape(-1)
-    masked: dict[str, Any] = options | {"mask": mask.reshape(-1), "cu_seqlens": torch.tensor([0, 3, 6])}
-    torch.testing.assert_close(teacher_advantages(*rows, advantages=task, level="sequence", **masked), by_sequence)
-    packed, offsets = mask.reshape(-1) == 1, torch.tensor([0, 2, 5])
-    options["mask"] = None
-    for level, expected in (("token", by_token[mask == 1]), ("sequence", by_sequence)):
-        rows = old.reshape(-1)[packed], teacher.reshape(-1)[packed]
-        out = teacher_advantages(*rows, advantages=task, level=level, cu_seqlens=offsets, **options)
-        torch.testing.assert_close(out, expected)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(["token", "sequence"]),
+    st.sampled_from([None, 0.7]),
+    st.sampled_from([None, "M", "B, M", "B, T, M"]),
+    st.sampled_from([None, "B", "B, 1", "B, T"]),
+    st.sampled_from(["padded", "packed"]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_advantages_of_teachers_equal_their_formula(
+    seed: int, level: str, bound: float | None, weights: str | None, task: str | None, layout: str, dtype: torch.dtype
+) -> None:
+    """Advantages of `level="sequence"` are per sequence, and those of a packed batch have no column."""
+    rng = torch.Generator().manual_seed(seed)
+    mask = torch.rand(3, 4, generator=rng) < 0.7
+    p = -3 * torch.rand(3, 4, generator=rng, dtype=torch.float64)
+    q = -3 * torch.rand(3, 4, 2, generator=rng, dtype=torch.float64)
+    q[0, 1, 0] = -torch.inf if bound else -9.0
+    w = torch.ones(3, 4, 2, dtype=torch.float64)
+    w[..., 1] = 0
+    shapes = {"M": (2,), "B, M": (3, 1, 2), "B, T, M": (3, 4, 2)}
+    if weights:
+        w = (torch.rand(shapes[weights], generator=rng) - 0.3).clamp(min=0).double().expand(3, 4, 2).clone()
+    a = torch.randn(3, 4 if task == "B, T" and level == "token" else 1, generator=rng).double() * (task is not None)
+    expected = torch.zeros(3, 4, dtype=torch.float64)
+    for b, t, m in itertools.product(range(3), range(4), range(2)):
+        gap = (q[b, t, m] - p[b, t]).item()
+        gap = gap if bound is None else max(-bound, min(bound, gap))
+        expected[b, t] += (0.1 * w[b, t, m] * gap if w[b, t, m] else 0.0) * mask[b, t]
+    expected = (expected.sum(1) / mask.sum(1).clamp(min=1) + a[:, 0]) if level == "sequence" else (expected + a) * mask
+
+    inside = torch.ones(3, 4, dtype=torch.bool)
+    options: dict[str, Any] = dict(coef=0.1, level=level, bound=bound, mask=mask)
+    if layout == "packed":  # the last sequence has its unmasked tokens only
+        inside[2] = mask[2]
+        options |= {"cu_seqlens": torch.cat([torch.zeros(1), inside.sum(1).cumsum(0)]).int(), "mask": mask[inside]}
+    lay_out = lambda x: x[inside] if layout == "packed" else x  # noqa: E731
+    if weights:
+        of_answers = {"M": w[0, 0], "B, M": w[:, 0]} if layout == "padded" or weights == "M" else {}
+        options["teacher_weights"] = of_answers.get(weights, lay_out(w)).to(dtype)
+    if task:
+        a = a if task == "B, 1" and layout == "padded" else a[:, 0] if a.shape[1] == 1 else lay_out(a)
+        options["advantages"] = a.to(dtype)
+    unused = torch.where(mask[..., None] & (w != 0), q, math.nan)
+    teacher = lay_out(unused if weights else unused[..., 0]).to(dtype)
+    ours = teacher_advantages(lay_out(torch.where(mask, p, math.nan)).to(dtype).requires_grad_(), teacher, **options)
+    expected = lay_out(expected) if level == "token" else expected
+    assert ours.dtype == dtype and not ours.requires_grad
+    limit = FLOAT64_RELATIVE if dtype == torch.float64 else KEPT_VALUE_RELATIVE
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=limit * 10)
 
 
 def test_expected_gradients_of_the_forms_with_one_log_prob_per_token() -> None:

@@ -11,6 +11,8 @@ from helpers.counters import LiveBytes
 from helpers.device import gspo_fused_loss, linear_log_probs
 from helpers.features import DTYPES
 from helpers.marks import by_dtype
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from gspo_kernels import KeptSets, validation
@@ -68,47 +70,67 @@ def test_gathered_rows_are_not_stored() -> None:
 
 # -- layouts of engines and trainers, and samplers
 
-SETS = [[[3, 1], [2], [5, 0, 4]], [[6, 2], [1]]]  # of two answers
 
-
-def assert_sets(sets: KeptSets, expected: list[list[int]]) -> None:
+def assert_sets(sets: KeptSets, expected: list[list[int]], empty: str = "error") -> None:
     found = [sets.ids[a:b].tolist() for a, b in zip(sets.offsets[:-1], sets.offsets[1:], strict=True)]
-    assert [sorted(x) for x in found] == [sorted(x) for x in expected]
+    assert [sorted(x) for x in found] == [sorted(x) for x in expected] and sets.empty == empty
 
 
-def test_layouts_of_engines_and_trainers() -> None:
-    packed = [x for answer in SETS for x in answer]
-    padded = [*SETS[0], *SETS[1], []]
-    lists = KeptSets.from_lists(SETS, length=3)  # vLLM: sampling_mask.token_ids; SGLang: output_token_sampling_mask
-    assert_sets(lists, padded)
-    assert_sets(KeptSets.from_lists(SETS), packed)
-    csr = [
-        (torch.tensor([3, 1, 2, 5, 0, 4]), torch.tensor([0, 2, 3, 6])),
-        (torch.tensor([6, 2, 1]), torch.tensor([0, 2, 3])),
-    ]
-    assert_sets(KeptSets.from_samples(csr, length=3), padded)  # slime: rollout_top_p_token_ids, _offsets; miles
-    counts = torch.tensor([2, 1, 3, 2, 1], dtype=torch.int32)
-    ids = torch.tensor([3, 1, 2, 5, 0, 4, 6, 2, 1], dtype=torch.int32)
-    assert_sets(KeptSets.from_counts(ids, counts), packed)  # prime-rl: SamplingMask(ids, counts)
-    absent = torch.tensor([[[3, 1, -1], [2, -1, -1], [5, 0, 4]], [[6, 2, -1], [-1, 1, -1], [-1, -1, -1]]])
-    assert_sets(KeptSets.from_padded(absent, fill=-1), padded)  # SkyRL: sample_support_ids
-    sizes = torch.tensor([[2, 1, 3], [2, 1, 0]])
-    ids = torch.tensor([[[3, 1, 0], [2, 0, 0], [5, 0, 4]], [[6, 2, 0], [1, 0, 0], [0, 0, 0]]])
-    assert_sets(KeptSets.from_padded(ids, sizes=sizes), padded)  # NeMo RL: sampling_mask_token_ids, _sizes
-    assert_sets(KeptSets.from_padded(torch.where(ids == 0, 6, ids), fill=6), [[3, 1], [2], [5, 4], [2], [1], []])
-    assert_sets(lists.select(torch.tensor([4, 0])), [[1], [3, 1]])
-    assert_sets(lists.select(lists.sizes > 0), packed)
-    targets = torch.tensor([[1, 7, 4], [6, 2, 5]])  # slime: an empty set stays empty
-    assert_sets(lists.including(targets), [[3, 1], [2, 7], [5, 0, 4], [6, 2], [1, 2], []])
+ID_SETS = st.lists(st.lists(st.sets(st.integers(0, 8), max_size=4), max_size=4), min_size=1, max_size=3)  # of answers
+
+
+@given(ID_SETS, st.sampled_from([-1, -5, 6, 99]), st.sampled_from(["error", "vocabulary"]), st.data())
+def test_layouts_of_engines_and_trainers(answers: list[Any], fill: int, empty: str, data: st.DataObject) -> None:
+    sets = [[data.draw(st.permutations(sorted(x))) for x in answer] for answer in answers]
+    length = max(map(len, sets)) + data.draw(st.integers(0, 2))
+    packed = [x for answer in sets for x in answer]
+    padded = [x for answer in sets for x in [*answer, *([[]] * (length - len(answer)))]]
+    named: dict[str, Any] = {"empty": empty}
+
+    def flat(of_tokens: list[list[int]], dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+        ids, sizes = [i for x in of_tokens for i in x], [len(x) for x in of_tokens]
+        return torch.tensor(ids, dtype=dtype), torch.tensor(sizes, dtype=dtype)
+
+    lists = KeptSets.from_lists(sets, length=length, **named)  # vLLM: sampling_mask.token_ids; SGLang: output_token_..
+    assert_sets(lists, padded, empty)
+    assert_sets(KeptSets.from_lists(sets, **named), packed, empty)
+    csr = [(ids, torch.nn.functional.pad(sizes.cumsum(0), (1, 0))) for ids, sizes in map(flat, sets)]
+    assert_sets(KeptSets.from_samples(csr, length=length, **named), padded, empty)  # slime: rollout_top_p_token_ids, ..
+    assert_sets(KeptSets.from_counts(*flat(packed, torch.int32), **named), packed, empty)  # prime-rl: SamplingMask
+    width = 5
+    rows = torch.full((len(padded), width), -7)
+    mask = torch.zeros(len(padded), 9, dtype=torch.bool)
+    for i, x in enumerate(padded):
+        rows[i, : len(x)] = torch.tensor(x, dtype=torch.long)
+        mask[i, x] = True
+    sizes = flat(padded)[1]
+    shape = len(sets), length, width
+    of_sizes = KeptSets.from_padded(rows.view(shape), sizes=sizes.view(shape[:2]), **named)  # NeMo RL: .._ids, _sizes
+    assert_sets(of_sizes, padded, empty)
+    assert_sets(KeptSets.from_mask(mask.view(*shape[:2], 9), **named), padded, empty)
+    order = torch.rand(rows.shape, generator=torch.Generator().manual_seed(len(packed))).argsort(1)
+    anywhere = rows.masked_fill(rows < 0, fill).gather(1, order)  # SkyRL: sample_support_ids
+    kept = [[i for i in x if i != fill] for x in padded]
+    assert_sets(KeptSets.from_padded(anywhere.view(shape), fill=fill, **named), kept, empty)
+    if fill == -1:
+        assert_sets(KeptSets.from_padded(rows, fill=-1, **named), padded, empty)  # all negative values are padding
+    some = data.draw(st.lists(st.integers(0, max(len(padded) - 1, 0)), max_size=4 * bool(padded)))
+    assert_sets(lists.select(torch.tensor(some, dtype=torch.long)), [padded[i] for i in some], empty)
+    assert_sets(lists.select(lists.sizes > 0), [x for x in padded if x], empty)
+    assert_sets(lists.to("cpu"), padded, empty)
+    targets = data.draw(st.lists(st.integers(0, 8), min_size=len(padded), max_size=len(padded)))
+    with_targets = [[*x, *({i} - {*x})] if x else [] for x, i in zip(padded, targets, strict=True)]  # as in slime
+    assert_sets(lists.including(torch.tensor(targets, dtype=torch.long).view(shape[:2])), with_targets, empty)
 
 
 @pytest.mark.parametrize("top_k", [None, 5])
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
+@pytest.mark.parametrize("top_p", [1.0, 0.75])
 @pytest.mark.parametrize("min_p", [0.0, 0.1])
 def test_sets_of_logits_are_those_of_transformers(top_k: int | None, top_p: float, min_p: float) -> None:
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = 2 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[0, :32], logits[0, 32:] = 1, -torch.inf  # top_p is reached by exactly 24 of 32 equal ids
     steps: list[Any] = [TemperatureLogitsWarper(0.7)]
     steps += [TopKLogitsWarper(top_k)] if top_k else []
     steps += [TopPLogitsWarper(top_p)] if top_p < 1 else []

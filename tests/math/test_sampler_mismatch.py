@@ -68,11 +68,12 @@ def test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infini
     rollout = torch.tensor([[-math.inf, -1.0], [torch.nan, -1.0]])
     gate = importance_weights(old, rollout, torch.ones(2, 2), level="geometric", mode="gate", high=2.0).weights
     assert gate[0].eq(0).all() and gate[1].isnan().all()
-    objective = Objective(rollout_correction=gated(0.0, 2.0))
-    inputs: dict[str, Any] = {"old_log_probs": old, "rollout_log_probs": rollout, "objective": objective}
-    assert policy_loss(old, torch.tensor([1.0, 0.0]), **inputs).loss == 0
-    with pytest.raises(ValueError, match="rollout_log_probs must be without NaN"):
-        policy_loss(old, torch.tensor([0.0, 1.0]), **inputs)
+    for corrections in (gated(0.0, 2.0), gated(0.0, 2.0)[::-1]):
+        objective = Objective(rollout_correction=corrections)
+        inputs: dict[str, Any] = {"old_log_probs": old, "rollout_log_probs": rollout, "objective": objective}
+        assert policy_loss(old, torch.tensor([1.0, 0.0]), **inputs).loss == 0
+        with pytest.raises(ValueError, match="rollout_log_probs must be without NaN"):
+            policy_loss(old, torch.tensor([0.0, 1.0]), **inputs)
 
 
 @on_device

@@ -80,6 +80,13 @@ def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str)
     assert (found[0].passes, found[-1].passes) == (4, 3)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_head_saves_a_pass_with_every_cache(frozen: bool) -> None:
+    plan = memory.plan(memory.Batch(4096, 1024, 32_000), torch.bfloat16, "sm_90", frozen=frozen)
+    for size in (*plan.sizes, *plan.defaults.values()):
+        assert size.passes == 1 + (1 if frozen else 2) + 1 - size.kept_rows
+
+
 LLAMA = ("--memory", "32768,4096,128256", "--architecture", "sm_90")
 
 

@@ -21,8 +21,9 @@ from helpers.features import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, memory
 from gspo_kernels.backends.torch import tiles as torch_tiles
 from gspo_kernels.backends.torch import workers
 
@@ -79,6 +80,16 @@ def test_no_gradient_of_adapters_depends_on_the_number_of_threads(settings: str)
         torch.set_num_threads(threads)
         ours = run(case).gradients
         assert ours.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in ours.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_tiles_of_all_threads_fit_the_workspace(dtype: torch.dtype) -> None:
+    torch.set_num_threads(64)
+    with FakeTensorMode():
+        tiles = torch_tiles.Tiles(memory.Batch(256, 4096, 151_936).head(dtype), torch.arange(256))
+    numbers = tiles.tile_rows * (torch_tiles._TILES_IN_MEMORY * tiles.tile_columns + 4096)
+    numbers += 2 * tiles.tile_columns * 4096 * (dtype == torch.bfloat16)  # of the weight, in fp32
+    assert 1 < tiles.threads < 64 and tiles.threads * 4 * numbers <= tiles.head.workspace
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -27,6 +27,7 @@ PINNED = [
     "cp=2",
     "cp=2 ratio=token tokens=masked_sequences",
     "cp=2 kept_sets=offsets compile=True",
+    "cp=2 tiles=many logit_softcap=5.0 gradient_budget=0.3",
 ]
 ROWS: dict[str, Any] = {f"row {i}": (row, SEED) for i, row in enumerate(ARRAY)}
 ROWS |= {f"row {settings}": (row_of(settings), 1) for settings in PINNED}

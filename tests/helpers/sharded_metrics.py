@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch
 from helpers.array import assert_close, policy_of, run, unmasked
 from helpers.features import build, row_of
 from helpers.sharded_cases import Context, case
 from helpers.sharded_runs import rank_in
 
+from gspo_kernels import policy_loss, validation
 from gspo_kernels.metrics import combine
 
 for _ratio in ("sequence", "token"):
@@ -29,3 +33,16 @@ for _ratio in ("sequence", "token"):
         wrong = parts[0] if rank_in(group) else {"tokens": parts[0]["tokens"]}
         with pytest.raises(ValueError, match="combine: the keys of parts must be equal on all ranks of group"):
             combine([wrong], group)
+
+
+for _compiled in (False, True):
+
+    @case(f"invalid values of all ranks are counted on each{', compiled' * _compiled}", 2)
+    def _invalid(context: Context, compiled: bool = _compiled) -> None:
+        group = context.group(2)
+        function = torch.compile(policy_loss, backend="aot_eager") if compiled else policy_loss
+        advantages = torch.ones(2, 3)
+        advantages[1] = torch.nan if rank_in(group) == 1 else 1
+        with mock.patch.object(validation, "values_are_checked", lambda device: False):
+            out = function(-torch.ones(2, 3), advantages, cp_group=group)
+        assert out.loss.isnan() and out.metrics["invalid"] == 3

@@ -38,7 +38,7 @@ FAULTS: dict[str, Fault] = {
     "matrix products in autocast's dtype": (
         "exact_products",
         "[-without_autocast(device)-]{+nullcontext()+}",
-        f"{ROW}[autocast=True]",
+        f"{ROW}[autocast=bf16]",
     ),
     "exponentials of other rows": (
         "CachedTiles.tile",

@@ -181,6 +181,10 @@ def settings_of(row: Mapping[str, Any]) -> Iterator[list[Chosen]]:
         yield made
 
 
+def autocast_of(row: Mapping[str, Any]) -> torch.autocast:
+    return torch.autocast(DEVICE.type, DTYPES.get(row["autocast"]), enabled=row["autocast"] is not None)
+
+
 def run(case: Case, **groups: Any) -> Results:
     """Compute the results of a row by the library. `groups`: tp_group, cp_group, reduce_hidden and cache_mib."""
     row = case.row
@@ -193,12 +197,14 @@ def run(case: Case, **groups: Any) -> Results:
         torch.compiler.reset()
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     with settings_of(row) as chosen:
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=row["autocast"]):
+        with autocast_of(row):
             out = function()
         total = UPSTREAM * out["loss"]
         total = total if extra is None else total + (extra * out["extra_log_probs"]).sum()
         wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-        assert total.requires_grad == bool(wanted)
+        differentiable = {name for name, x in out.items() if isinstance(x, Tensor) and x.requires_grad}
+        of_head = {name for name in ("extra_log_probs", "kl_log_probs") if out.get(name) is not None}
+        assert differentiable == ({"loss", *of_head} if wanted else set())
         gradients = to_device(torch.autograd.grad(total, list(wanted.values())) if wanted else (), "cpu")
     found = dict(out.pop("metrics"))
     assert all(type(x) is Tensor for x in metrics.last_backward().values())  # not the tracer's
@@ -213,8 +219,10 @@ def run(case: Case, **groups: Any) -> Results:
 
 def top_k_of(case: Case, arguments: dict[str, Any]) -> Any:
     options = of_function(linear_top_k, arguments) | {"mask": case.lay_out("mask")}
-    with settings_of(case.row), torch.autocast(DEVICE.type, torch.bfloat16, enabled=case.row["autocast"]):
-        return to_device(linear_top_k(**to_device(options), k=width_of_top_k(case)), "cpu")
+    with settings_of(case.row), autocast_of(case.row):
+        top = linear_top_k(**to_device(options), k=width_of_top_k(case))
+    assert not top.log_probs.requires_grad
+    return to_device(top, "cpu")
 
 
 def width_of_top_k(case: Case) -> int:
@@ -413,7 +421,7 @@ def operand_dtype(case: Case) -> torch.dtype:
         return dtype
     if case.row["head_precision"]:
         return torch.bfloat16 if is_split(case) else torch.float32
-    return torch.bfloat16 if case.row["autocast"] else dtype
+    return DTYPES[case.row["autocast"]] if case.row["autocast"] else dtype
 
 
 def loss_scale(slopes: list[Tensor]) -> float:
@@ -607,13 +615,14 @@ def assert_values(case: Case, ours: Results, truth: Results, plain: list[Results
         more = sum((*sums, name == "hidden" and len(case.scaling) > 0))
         more += law == torch.bfloat16 and row["backend"] == "triton"  # Triton's interpreter truncates to bf16
         rms = more * RELATIVE_RMS[law] * _rms(true)
-        if x.dtype == torch.float16:  # below 2^-14 numbers are 2^-24 apart, so rounding moves them by up to 2^-25
+        is_fp16 = torch.float16 in (x.dtype, dtype)
+        if is_fp16:  # below 2^-14 numbers are 2^-24 apart, so rounding moves them by up to 2^-25
             same, rms = same.half().double() + more * 2**-25, rms + 2**-25
         # Where terms cancel, plain PyTorch has larger errors too. Allow twice as much.
         of_plain = _rms(same - true)
         rms = max(rms + of_plain * (dtype == torch.float32), 2 * (1 + more) * of_plain - RELATIVE_RMS[law] * _rms(true))
         columns = -1 if more and law.itemsize == 2 else x.shape[-1]
-        if x.dtype == torch.float16 and true.ndim > 1:  # rounding may change the direction of rows near 0
+        if is_fp16 and true.ndim > 1:  # rounding may change the direction of rows near 0
             sizes = true.abs().amax(-1)
             columns = -1 if ((sizes > 0) & (sizes < 2**-14)).any() else columns
         flat = [y.reshape(-1, columns) if columns > 0 else y.reshape(-1) for y in (x, same, true)]

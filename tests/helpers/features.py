@@ -35,7 +35,7 @@ CEILINGS = {  # outside of the log-ratios of `_log_ratios`
     "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 1.9},
     "delta": {"narrow": 1.00045, "wide": 1.32},
 }
-CEILINGS_OF = {"dual_clip": ("dual_clip",), "delta": ("delta",), "both": tuple(CEILINGS)}
+TWO_CEILINGS = ("dual_clip above delta", "delta above dual_clip")
 CORRECTIONS: dict[str, Any] = {
     "truncate": RolloutCorrection("token", "truncate", 0.8, 1.2),
     "mask": RolloutCorrection("sequence", "mask", 0.7, 1.4),
@@ -65,14 +65,14 @@ FACTORS: dict[str, Sequence[Any]] = {
     "temperature": ("1", "number", "tensor", "per token"),
     "vocab_size": ("all", "padded"),
     "head_precision": (None, None, "fp32", "bf16x3"),
-    "autocast": (False, False, True),
+    "autocast": (None, None, "bf16", "fp16"),
     "frozen": ("nothing", "weight", "hidden", "everything"),
     "advantages": ("per sequence", "column", "per token", "all zero"),
     "old_log_probs": ("given", "given", None),
     "ratio": RATIOS,
     "surrogate": SURROGATES,
     "window": tuple(WINDOWS),
-    "ceiling": (None, None, *CEILINGS_OF),
+    "ceiling": (None, None, *CEILINGS, *TWO_CEILINGS),
     "aggregation": AGGREGATIONS,
     "kl": (None, "metric", "term"),
     "kl_estimator": ("k3", *(x for x in KL_ESTIMATORS if x != "k3")),
@@ -144,9 +144,9 @@ BANS = [
         "VESPO's ratio is to the sampler", "rollout_correction must be None with surrogate='vespo'"),
     Ban(("surrogate", "ceiling"), lambda s, c: c == "dual_clip" and s not in ("clip", *DIVERGENCES), "no such bound",
         "dual_clip must be None with surrogate="),
-    Ban(("surrogate", "ceiling"), lambda s, c: c in ("delta", "both") and s != "clip", "no such bound",
+    Ban(("surrogate", "ceiling"), lambda s, c: c in ("delta", *TWO_CEILINGS) and s != "clip", "no such bound",
         "(dual_clip|delta) must be None with surrogate="),
-    Ban(("window", "ceiling"), lambda w, c: c in ("delta", "both") and w == "open", "no number exceeds 1 + clip_high",
+    Ban(("window", "ceiling"), lambda w, c: c in ("delta", *TWO_CEILINGS) and w == "open", "no number exceeds 1 + clip_high",
         "delta must be a number > 1 . clip_high"),
     Ban(("ratio", "kl_ratio_factor"), lambda r, f: f and r == "sequence-product", "the product has no gradient",
         "kl_ratio_factor must be False with ratio='sequence-product'"),
@@ -177,6 +177,7 @@ BANS = [
     Ban(("policy", "logit_scale"), lambda p, s: p == "peaked" and s < 0, "the targets would be the least likely ids"),
     Ban(("dtype", "policy"), lambda d, p: d == "fp64" and p == "peaked", "formulas in float64 lose digits of 1 - p"),
     Ban(("dtype", "policy"), lambda d, p: d == "fp16" and p == "peaked", "gradients of 1e-9 underflow"),
+    Ban(("autocast", "policy"), lambda a, p: a == "fp16" and p == "peaked", "gradients of 1e-9 underflow"),
     Ban(("ones", "extra_ids"), lambda o, k: o in ("vocabulary", "all") and k > 0, "gradients are 0 up to rounding"),
     Ban(("ones", "policy"), lambda o, p: o is not None and p == "peaked", "no log-prob is larger than its rounding"),
     Ban(("policy", "kept_sets"), lambda p, s: p == "flat" and s == "single", "all log-probs are 0 with any policy"),
@@ -383,8 +384,9 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
 def _objective(row: Mapping[str, Any]) -> Objective:
     low, high = WINDOWS[row["window"]]
     changes: dict[str, Any] = {}
-    for name in CEILINGS_OF.get(row["ceiling"], ()):
-        changes[name] = CEILINGS[name].get(row["window"], 9.0)
+    ceilings = [row["ceiling"]] if row["ceiling"] in CEILINGS else list(CEILINGS) if row["ceiling"] else []
+    of = reversed(ceilings) if row["ceiling"] == "delta above dual_clip" else ceilings
+    changes |= {name: CEILINGS[number].get(row["window"], 9.0) for name, number in zip(ceilings, of, strict=True)}
     if row["weights_of_surrogates"] == "other":
         changes |= {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7, "vespo_k_pos": 0.0}
         changes |= {"vespo_lambda_pos": 0.5, "vespo_k_neg": 1.0, "vespo_lambda_neg": 0.5}
@@ -489,7 +491,7 @@ def rounded(case: Case, x: Tensor, original: Tensor) -> Tensor:
     """Round an operand as autocast does, without rounding its gradient."""
     if not case.row["autocast"] or case.row["head_precision"] or original.dtype == torch.float64:
         return x
-    return x + (original.bfloat16().to(x.dtype) - x).detach()
+    return x + (original.to(DTYPES[case.row["autocast"]]).to(x.dtype) - x).detach()
 
 
 def logits_of(case: Case, projection: Tensor) -> dict[str, Any]:

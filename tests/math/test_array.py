@@ -47,12 +47,24 @@ def test_a_row_of_the_week_equals_float64(row: dict[str, Any]) -> None:
     check_row(row, SEED)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(12))
+def test_fifty_random_rows_of_the_week_equal_float64(part: int) -> None:
+    """As `python -m tests.attack` draws them: some combinations of more than two values that no array has to contain."""
+    rows = Rows({**FACTORS, "compile": (False,)}, BANS)
+    for seed in range(10**7 * SEED + 50 * part, 10**7 * SEED + 50 * part + 50):
+        check_row(rows.any(random.Random(seed)), seed)
+
+
 # Each row kills seeded faults: see tests/faults.
 PINNED = [
     "",
-    "autocast=True",
+    "autocast=bf16",
+    "autocast=fp16",
     "entry=chained extra_ids=3",
-    "ceiling=both window=wide",
+    "ceiling=delta_above_dual_clip window=wide",
+    "ceiling=dual_clip_above_delta window=wide",
+    "entropy_coef=0.02 cache_mib=all_rows",
     "gradient_budget=0.3 tiles=many policy=peaked",
     "gradient_budget=0.001 tiles=parts cache_mib=all_rows ratio=token surrogate=dppo_tv window=wide",
     "gradient_budget=0.001 tiles=many policy=flat",

@@ -18,7 +18,7 @@ from tolerance import FLOAT64_RELATIVE
 
 EXACT: dict[str, Any] = {"compile": False, "gradient_budget": 0.0}
 ONE_PASS: dict[str, Any] = {"entry": "fused", "head": "linear", "tiles": "one", "kept_sets": None, "cache_mib": 0}
-ONE_PASS |= {"autocast": False, "head_precision": None, "products": "wide", "strides": "contiguous", "top_k": 0}
+ONE_PASS |= {"autocast": None, "head_precision": None, "products": "wide", "strides": "contiguous", "top_k": 0}
 ROWS = Rows(FACTORS, BANS)
 
 

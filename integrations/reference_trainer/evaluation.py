@@ -41,8 +41,8 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         for name, lowest in (("n", 0), ("batch_size", 1), ("seed", 0)):
-            value = getattr(self, name) or lowest
-            if not lowest <= value < 2**32:
+            value = getattr(self, name)
+            if value is not None and not lowest <= value < 2**32:
                 raise InputError(f"{name}: expected a number from {lowest} to 2**32 - 1, got {value}")
         if self.k is not None and not all(1 <= k <= self.n for k in self.k):
             raise InputError(f"k: expected numbers from 1 to n={self.n}, got {list(self.k)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from rich.console import Console
@@ -37,16 +38,27 @@ class TrainingProgress(Progress):
         """Print a line immediately. If there is a bar, print above it."""
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def begin(self, seed: int, row: Row, step: int = 0) -> None:
-        """Show that a seed begins, or continues after `step`. `row` has the metrics of the latest evaluation."""
+    def begin(self, seed: int, rows: Sequence[Row]) -> None:
+        """Show that a seed begins, or continues. `rows` has the metrics of its evaluation before step 1, and of steps.
+
+        If the run was interrupted, the next line with training numbers is of the steps since then.
+        """
+        evaluation = [row for row in rows if "eval_reward" in row][-1]
         self._seed = seed
-        self._held_out = row["eval_reward"]
+        self._held_out = evaluation["eval_reward"]
         self._rows: list[Row] = []  # since the last evaluation
         self._without_signal: list[Row] = []  # the latest consecutive steps for which `lacks_signal` is true
         self._has_signal = False  # in any step
-        self._warned = False  # of steps without a signal
-        self._bar = self.add_task("", total=self._config.steps, completed=step, seed=seed, numbers="")
-        self._show_evaluation(row)
+        for row in rows[1:]:
+            self._see_signal(row)
+        self._warned = len(self._without_signal) >= WARN_AFTER  # of steps without a signal
+        done = rows[-1]["step"]
+        self._bar = self.add_task("", total=self._config.steps, completed=done, seed=seed, numbers="")
+        self._show_evaluation(evaluation)
+
+    def _see_signal(self, row: Row) -> None:
+        self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
+        self._has_signal = self._has_signal or not self._without_signal
 
     def show(self, row: Row) -> None:
         """Show that a step is done. `row` has the metrics of the step."""
@@ -56,8 +68,7 @@ class TrainingProgress(Progress):
         self._rows.append(row)
         if "eval_reward" in row:
             self._show_evaluation(row)
-        self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
-        self._has_signal = self._has_signal or not self._without_signal
+        self._see_signal(row)
         steps = len(self._without_signal)
         never = row["step"] == self._config.steps and not self._has_signal
         if (steps >= WARN_AFTER or never) and not self._warned:

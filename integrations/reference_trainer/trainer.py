@@ -266,7 +266,7 @@ class Training(Learner):
             self.finish_step(row)
         if self.seed == config.seeds[0]:
             say(f"held out: {self.task.split or 'prompts from Python'}; written to {self.folder.path / HELD_OUT}")
-        self.progress.begin(self.seed, row)
+        self.progress.begin(self.seed, [row])
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint: restore weights, optimizer and files."""
@@ -278,8 +278,7 @@ class Training(Learner):
         self.step = saved["step"]
         self.rows = rows
         self.progress.say(f"seed {self.seed}: continues after step {self.step}")
-        last = [row for row in self.rows if "eval_reward" in row][-1]
-        self.progress.begin(self.seed, last, self.step)
+        self.progress.begin(self.seed, rows)
 
     def comparable(self, first: Row) -> Row | None:
         """Return the rewards of the evaluation before the first step, or None if what defines them has changed.

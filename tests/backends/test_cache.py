@@ -16,11 +16,12 @@ from helpers.random_heads import assert_law, by_torch, random_head, random_upstr
 from helpers.tile_choices import small_tiles
 from torch import Tensor
 
-from gspo_kernels import metrics
+from gspo_kernels import memory, metrics
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.rows import Cache, Cached
 from gspo_kernels.backends.triton import backward, gradient_rows
 from gspo_kernels.ops.head import linear_log_probs_op
+from gspo_kernels.ranks.shards import Shard
 
 HEADS: dict[str, dict[str, Any]] = {
     "tail": dict(entropy=True, bias=True, logit_softcap=6.0, temperature="token", logit_scale=0.5, padding=7),
@@ -64,6 +65,16 @@ def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
         assert (metrics.last_backward()["passes"] == 1 + 2 * metrics.last_backward()["live_row_share"]) == (
             size == 1 << 24
         )
+
+
+def test_all_ranks_of_a_vocabulary_keep_equally_many_rows(backend: str) -> None:
+    """Of 410 columns, the ranks have 256, 154 and none."""
+    batch, kept = memory.Batch(3000, 24, 410, tp=3), set()
+    for rank in range(3):
+        shard = Shard("", rank, 3, batch.rows_of_weight, 410)
+        head = batch.head(torch.bfloat16, DEVICE)._replace(shard=shard.text, vocab_size=shard.columns())
+        kept.add(dispatch.implementation(backend).cache_rows(head, 2**19))
+    assert len(kept) == 1 and 0 < kept.pop() < 3000
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -75,6 +75,9 @@ def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> 
         assert report["rewards"] == {
             "total": {"greedy": pytest.approx({"mean": 1.5, "low": 0.5, "high": 2.5, "prompts": 4}, abs=0.26)}
         }
+    many = write_jsonl(tmp_path / "many.jsonl", *({"prompt": f"sort {i}:", "answer": "a"} for i in range(140)))
+    for cut, expected in (([], 140), (["eval_prompts=9"], 9)):
+        assert len(read_evaluation(str(run), [f"data={many}", *cut]).task.held_out) == expected
     report = gspo_eval(run / "model-seed3", "task=sorting", "eval_prompts=5", "n=1", "max_new_tokens=7", "k=1")
     assert report["prompts"] == 5 and list(report["rewards"]["total"]) == ["greedy", "sampled", "pass@1"]
 
@@ -103,6 +106,7 @@ def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
+        ("{run}", "batch_size=0", "batch_size: expected a number from 1 to 2**32 - 1, got 0"),
         ("{run}", "n=2 k=1,3", "k: expected numbers from 1 to n=2, got [1, 3]"),
         ("{run}", "data={run}/held_out.jsonl reward={rewards}:of_level", "got 'level', which 12 of 12 rows lack"),
         (

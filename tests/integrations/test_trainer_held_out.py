@@ -15,6 +15,7 @@ from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
 from transformers import AutoTokenizer, GenerationConfig
 
 from gspo_kernels.integrations.reference_trainer import InputError, policy, read_config, train, train_config
+from gspo_kernels.integrations.reference_trainer.evaluation import EvalOptions, of_samples
 from gspo_kernels.integrations.reference_trainer.held_out import (
     PARTS,
     Estimate,
@@ -73,6 +74,10 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer() -> None:
         subsets = list(itertools.combinations(answers, k))
         assert pass_at_k(2, 6, k) == pytest.approx(fmean(any(subset) for subset in subsets))
     assert (pass_at_k(0, 6, 1), pass_at_k(6, 6, 6)) == (0.0, 1.0)
+    measures = of_samples([1.0, None, None, None, 0.0, 0.0, 0.0, 1.0], EvalOptions(n=4))
+    found = {name: x and (x.mean, x.prompts) for name, x in measures.items()}
+    # The first prompt has one answer with a reward, so that it has no pass@2.
+    assert found == {"sampled": (0.625, 2), "pass@1": (0.625, 2), "pass@2": (0.5, 1), "pass@4": (1.0, 1)}
 
 
 def test_a_component_that_falls_is_named_although_the_total_rises() -> None:

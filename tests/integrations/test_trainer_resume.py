@@ -122,6 +122,7 @@ def test_changed_options_are_said_and_taken(
         ("seeds=1,0,2", "seeds: expected [0, 1] first, on which {} has trained, got [1, 0, 2]"),
         ("model=x", 'model: expected null, with which {} was started, got "x"'),
         ("lora_rank=4", "lora_rank: expected 0, with which {} was started, got 4"),
+        ("lora_alpha=64", "lora_alpha: expected 32.0, with which {} was started, got 64.0"),
         ("name=other", "name: expected no such option with --resume, which continues {}, got 'other'"),
         ("eval_prompts=9", "got 648 prompts, which, or their answers, columns or order, differ"),
     ],

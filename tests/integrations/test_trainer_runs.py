@@ -165,16 +165,20 @@ def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsy
 ROW = {"reward": 0.0, "clip_fraction": 0.1, "tokens_per_second": 1.0, "truncated": 0.0}
 
 
-def shown(tmp_path: Path, rows: list[dict[str, float]]) -> list[str]:
+def shown(tmp_path: Path, rows: list[dict[str, float]], resumed_at: int | None = None) -> list[str]:
     """What a run has printed on a terminal after each step. `rows`: what its metrics have besides or instead of ROW."""
     screen, states = io.StringIO(), []
     console = Console(file=screen, force_terminal=True, force_interactive=True, width=400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "Console", lambda quiet: console)
         with progress.TrainingProgress(small(tmp_path, steps=len(rows))) as bar:
-            bar.begin(0, {"step": 0, "eval_reward": 0.0})
+            before = [{"step": 0, "eval_reward": 0.0}]
+            bar.begin(0, before)
             for step, row in enumerate(rows, start=1):
-                bar.show({**ROW, "step": step, **row})
+                if step == resumed_at:
+                    bar.begin(0, before)
+                before.append({**ROW, "step": step, **row})
+                bar.show(before[-1])
                 states.append(screen.getvalue())
     return states
 
@@ -184,6 +188,17 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path) -> None:
     states = shown(tmp_path, rows)
     assert [text.count("WARNING") for text in states] == [0] * 18 + [1] * 22
     assert "In 10 consecutive steps, all answers to each prompt had the same reward, 0 on average, and 0%" in states[-1]
+
+
+@pytest.mark.parametrize(("signals", "warnings"), [((0.5, 1.0), [0, 0, 0]), ((1.0, 1.0), [0, 0, 1])])
+def test_a_resumed_run_knows_whether_there_was_a_signal(
+    tmp_path: Path, signals: tuple[float, float], warnings: list[int]
+) -> None:
+    states = shown(tmp_path, [{"groups_without_signal": x} for x in (*signals, 1.0)], resumed_at=3)
+    assert [text.count("WARNING") for text in states] == warnings
+    without = [{"groups_without_signal": 1.0}] * 12
+    assert [text.count("WARNING") for text in shown(tmp_path, without, resumed_at=8)] == [0] * 9 + [1] * 3
+    assert [text.count("WARNING") for text in shown(tmp_path, without, resumed_at=12)] == [0] * 9 + [1] * 3
 
 
 @pytest.mark.parametrize(("first", "warnings"), [(1.0, 1), (0.5, 0)])

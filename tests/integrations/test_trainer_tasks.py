@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -248,9 +249,10 @@ def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
 
 
 def test_columns_keep_their_json_types(tmp_path: Path) -> None:
-    """The default reward compares texts."""
-    values = (24, 2.5, "24", True, ["2", "4"], None)
-    data = write_jsonl(tmp_path / "a.jsonl", *({"prompt": str(i), "answer": x, "n": x} for i, x in enumerate(values)))
+    """The default reward compares texts. A line of the file ends at a line feed only."""
+    values = (24, 2.5, "24", True, ["2", "\u2028\x85"], None)
+    rows = ({"prompt": str(i), "answer": x, "n": x} for i, x in enumerate(values))
+    data = write_jsonl(tmp_path / "a.jsonl", *(json.dumps(row, ensure_ascii=False) for row in rows))
     seen: dict[str, Any] = {}
     mine = RewardComponent("mine", 1.0, lambda completion, prompt, n, answer=None: seen.update({prompt: (answer, n)}))
     task = jsonl_task(data, held_out=1, rewards=[mine])
@@ -261,7 +263,7 @@ def test_columns_keep_their_json_types(tmp_path: Path) -> None:
         assert task.rewards([f"It is {example.prompt}.", "4"], [example] * 2).total == [1.0, 0.0]
 
 
-def test_prompts_above_the_limit_are_left_out(demo: policy.Policy) -> None:
+def test_prompts_above_the_limit_are_left_out(demo: policy.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_by_name("sorting", 32)
     config = TrainConfig(max_prompt_tokens=len("sort abcd:"), max_new_tokens=8)
     kept, left_out = fitting(config, demo, task)
@@ -270,6 +272,10 @@ def test_prompts_above_the_limit_are_left_out(demo: policy.Policy) -> None:
     assert left_out + len(kept.train) + len(kept.held_out) == len(task.train) + len(task.held_out)
     with pytest.raises(InputError, match="max_prompt_tokens: expected a limit that some prompts meet, got 8"):
         fitting(replace(config, max_prompt_tokens=8), demo, task)
+    monkeypatch.setattr(policy.decoder_config(demo.inner), "max_position_embeddings", 18)  # prompts that are left out may not fit
+    assert fitting(config, demo, task) == (kept, left_out)
+    with pytest.raises(InputError, match=r"max_new_tokens=9: with the longest prompt \(10 tokens\) .* 18 positions"):
+        fitting(replace(config, max_new_tokens=9), demo, task)
 
 
 # Chats

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gspo_kernels import Objective
 from gspo_kernels.integrations.huggingface import clip_noise, log_probs_by_precision
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 ANSWERS = 32
 WIDTH = 40  # tokens of prompt and answer
@@ -85,6 +87,8 @@ def test_changed_decisions_are_those_of_float64(body: str, lora: bool, ratio: st
         assert all(p.dtype == dtype for p in model.parameters()) and not hasattr(model, "_gspo_fused_head")
     objective = Objective(ratio, clip_low=1e-3, clip_high=1e-3, kl_coef=0.1)
     noise = clip_noise(before, after, advantages, answers, objective)
+    without = {"kl_coef": 0.1, "entropy_coef": 0.1, "rollout_correction": RolloutCorrection(high=1.1)}
+    assert noise == clip_noise(before, after, advantages, answers, replace(objective, **without))
 
     low, high = objective.log_window
     sign = advantages.sign()[:, None]

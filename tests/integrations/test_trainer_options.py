@@ -201,8 +201,8 @@ def test_the_loss_scale_grows_and_is_halved_down_to_1(tmp_path: Path, monkeypatc
     config = small(tmp_path, precision="fp16")
     optimizer = Optimizer(loading.initial_policy(config), config)
     factors = []
-    for update in range(8):
-        if update == 5:
+    for i in range(8):
+        if i == 5:
             assert optimizer.lower_loss_scale()  # the count of updates starts again
         factors.append(optimizer.loss_scale / optimizer_module.FIRST_LOSS_SCALE)
         optimizer.step()

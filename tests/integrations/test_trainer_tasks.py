@@ -272,7 +272,7 @@ def test_prompts_above_the_limit_are_left_out(demo: policy.Policy, monkeypatch: 
     assert left_out + len(kept.train) + len(kept.held_out) == len(task.train) + len(task.held_out)
     with pytest.raises(InputError, match="max_prompt_tokens: expected a limit that some prompts meet, got 8"):
         fitting(replace(config, max_prompt_tokens=8), demo, task)
-    monkeypatch.setattr(policy.decoder_config(demo.inner), "max_position_embeddings", 18)  # prompts that are left out may not fit
+    monkeypatch.setattr(policy.decoder_config(demo.inner), "max_position_embeddings", 18)  # longer prompts do not fit
     assert fitting(config, demo, task) == (kept, left_out)
     with pytest.raises(InputError, match=r"max_new_tokens=9: with the longest prompt \(10 tokens\) .* 18 positions"):
         fitting(replace(config, max_new_tokens=9), demo, task)

@@ -28,7 +28,8 @@ def test_your_own_metrics_combine_by_the_divisors_that_you_name() -> None:
             "turns": turns[rows].sum(),
         }
 
-    divisors = {"teacher_kl": "tokens", "teacher_kl_min": "tokens", "log_prob_max": "tokens", "reward_per_turn": "turns", "turns": None}
+    divisors: dict[str, str | None] = dict.fromkeys(("teacher_kl", "teacher_kl_min", "log_prob_max"), "tokens")
+    divisors |= {"reward_per_turn": "turns", "turns": None}
     combined = combine([metrics(rows) for rows in ([0, 1], [2], [3])], divisors=divisors)
     for name, value in metrics([0, 1, 2, 3]).items():
         torch.testing.assert_close(combined[name], value.double(), rtol=FLOAT64_RELATIVE, atol=0)

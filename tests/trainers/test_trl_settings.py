@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import gspo_kernels.integrations.trl
 from gspo_kernels import Objective, validation
-from gspo_kernels.integrations.huggingface import clip_noise
+from gspo_kernels.integrations.huggingface import LogProbsByPrecision, clip_noise
 from gspo_kernels.integrations.trl import ClipNoiseCallback, GSPOConfig, GSPOTrainer, accelerate_trainer
 from gspo_kernels.integrations.trl.config import LOSS_TYPES
 
@@ -314,6 +314,18 @@ def test_clip_noise_is_logged_and_training_does_not_change(
     if not lora:
         exact = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
         check_with_float64(exact, compared, taken)
+
+    callback = ClipNoiseCallback(trainer, answers=2)
+    mask = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]])  # the first answer was truncated, and is masked
+    answers = {f"{of}_{what}": 0 * mask + 1 for of in ("prompt", "completion") for what in ("ids", "mask")}
+    tools = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]])
+    answers |= {"completion_mask": mask, "tool_mask": tools, "advantages": torch.tensor([1.0, -1.0, 1.0, 1.0])}
+    callback._batch = callback._answers(answers)
+    assert torch.equal(callback._batch["completion_mask"], mask[1:3])
+    compared.clear()
+    zeros = LogProbsByPrecision(*[torch.zeros(2, 3)] * 3)
+    callback._log(zeros, zeros)
+    assert torch.equal(compared[0][3].bool(), (mask * tools)[1:3].bool())
 
     with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
         ClipNoiseCallback(trainer, every=0)

@@ -98,7 +98,7 @@ class Reference:
             p = log_p.exp().gather(-1, ids)
             rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
             per_token = (q * (q / p).log()).sum(-1) + rest_q * (rest_q / rest_p).log()
-            count = batch["num_items_in_batch"] * trainer.args.gradient_accumulation_steps
+            count = batch["num_items_in_batch"] * len(self.batches)
             total = total + policy + self.coef() * (per_token * mask).sum() * trainer.args.steps_per_generation / count
             divergences += (per_token * mask).sum().item()
             inside += (q.sum(-1) * mask).sum().item()
@@ -127,6 +127,8 @@ class Scored:
         made |= {"teacher_ids": [], "teacher_log_probs": []}
         for i in range(len(prompts)):
             prompt, answer = (torch.randint(2, 10, (1, n), generator=self.generator) for n in (2 + i % 2, 1 + i % 6))
+            if i % 3:  # the others are truncated
+                answer[0, -1] = trainer.processing_class.eos_token_id
             batch = {"prompt_ids": prompt, "completion_ids": answer}
             batch |= {name.replace("ids", "mask"): torch.ones_like(x) for name, x in batch.items()}
             with torch.no_grad():
@@ -141,7 +143,13 @@ CASES: dict[str, dict[str, Any]] = {
     "aligned": {},
     "packed": {"mask_truncated_completions": True},
     "not skipped": {"skip_zero_advantage": False, "gradient_checkpointing": True},
-    "rollout_func": {"gradient_checkpointing": True, "num_iterations": 2},
+    "rollout_func": {"gradient_checkpointing": True, "num_iterations": 2, "mask_truncated_completions": True},
+    "short last step of an epoch": {
+        "prompts": 6,
+        "num_train_epochs": 2,
+        "max_steps": -1,
+        "steps_per_generation": 6,
+    },
     "linear": {"distillation_schedule": "linear", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
 }
 
@@ -197,12 +205,24 @@ def test_a_teachers_log_probs_move_to_other_ranks_with_their_answers(tmp_path: P
     run_ranks(rank_main, 2, tmp_path, deadline=480.0)
 
 
-@pytest.mark.parametrize("option", [{"head_precision": "fp32"}, {"cast_lm_head_to_fp32": True}], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"head_precision": "fp32"},
+        {"cast_lm_head_to_fp32": True},
+        {"cast_lm_head_to_fp32": True, "head_precision": "bf16x3"},
+        {},  # by a later call
+    ],
+    ids=str,
+)
 def test_autocast_does_not_round_the_teachers_head(option: dict[str, Any], tmp_path: Path) -> None:
     kind: Any = partial(GSPOTrainer, teacher=teacher_of(tmp_path / "teacher"))
     options = OPTIONS | {"bf16": True, "model_init_kwargs": {"dtype": "float32"}, **option}
     trainer: Any = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, config=GSPOConfig, **options)
+    if not option:
+        accelerate_trainer(trainer, head_precision="fp32")
     teacher = vars(trainer)[zero_advantage.TEACHER]
+    assert teacher.head_precision == option.get("head_precision", "fp32")
     ids = torch.randint(2, 10, (4, 9), generator=torch.Generator().manual_seed(0))
     top = teacher.top_k(ids, torch.ones_like(ids), torch.ones(4, 6, dtype=torch.bool), "as given")
     with torch.no_grad(), trainer.accelerator.autocast():
@@ -211,6 +231,16 @@ def test_autocast_does_not_round_the_teachers_head(option: dict[str, Any], tmp_p
     truth = (logits / trainer.temperature).log_softmax(-1).topk(K)
     assert (top.log_probs - truth.values).abs().max() < LOG_PROB_RMS_BF16X3
     assert torch.equal(top.ids, truth.indices)
+
+
+def test_a_teacher_with_learned_positions_keeps_the_padding(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 10, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    teacher = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    policy = checkpoint(tmp_path / "model")
+    for model, layout in ((teacher, "as given"), (policy, "aligned")):
+        kind: Any = partial(GSPOTrainer, teacher=model)
+        trainer: Any = make_trainer(kind, policy, tmp_path, config=GSPOConfig, **OPTIONS)
+        assert trainer._gspo_live.skipping.layout == layout
 
 
 def test_a_teacher_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -595,7 +595,10 @@ def test_tokens_are_aligned_or_packed_unless_rows_have_gaps() -> None:
     without_prompt = targets.clone()
     without_prompt[0, 0] = 3
     with_gap = mask * torch.tensor([1, 1, 0, 1, 1])
-    for other, scored in ((mask, without_prompt), (with_gap, targets), (0 * mask, targets)):
+    begins_with_gap = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1]])
+    for other, scored in (
+        (mask, without_prompt), (with_gap, targets), (0 * mask, targets), (begins_with_gap, targets),
+    ):  # fmt: skip  # a table
         assert rearranged("packed", ids, other, scored) is None
 
 

@@ -145,26 +145,41 @@ def test_gates_equal_verls_rejection_masks(option: str, level: str) -> None:
     assert torch.equal(gate.weights, expected) and 0 < gate.metrics["bound_share"] < 1
 
 
-def of_two_answers(**settings: Any) -> Callable[..., Tensor]:
+def of_two_answers(aggregation: str = SEQUENCES, **settings: Any) -> Callable[..., Tensor]:
     """Return a function that computes the gradient of our policy loss for log-ratios of -3.5e-4 and 3.5e-4."""
-    actor = config(Objective(), SEQUENCES)
+    actor = config(Objective(), aggregation)
     vars(actor).update(settings)
     log_probs = torch.tensor([[-3.5e-4], [3.5e-4]]).repeat(1, 5).requires_grad_()
     advantages = torch.tensor([[-1.0], [1.0]]).expand(2, 5)
 
     def gradient(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        loss, _ = gspo_policy_loss(torch.zeros(2, 5), log_probs.to(dtype), advantages, mask, SEQUENCES, actor)
+        loss, _ = gspo_policy_loss(torch.zeros(2, 5), log_probs.to(dtype), advantages, mask, aggregation, actor)
         return torch.autograd.grad(loss, log_probs)[0]
 
     return gradient
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "clipped"), [(3e-4, 4e-4, 0), (4e-4, 3e-4, 1), (None, 4e-4, 0), (4e-4, None, 1)]
-)
-def test_each_clip_bound_defaults_to_clip_ratio(low: float | None, high: float | None, clipped: int) -> None:
-    gradient = of_two_answers(clip_ratio=3e-4, clip_ratio_low=low, clip_ratio_high=high)(torch.ones(2, 5))
+    ("default", "low", "high", "clipped"),
+    [
+        (3e-4, 3e-4, 4e-4, 0), (3e-4, 4e-4, 3e-4, 1), (3e-4, None, 4e-4, 0), (3e-4, 4e-4, None, 1),
+        (4e-4, 0.0, None, 0), (4e-4, None, 0.0, 1),
+    ],
+)  # fmt: skip  # numbers
+def test_each_clip_bound_defaults_to_clip_ratio(
+    default: float, low: float | None, high: float | None, clipped: int
+) -> None:
+    gradient = of_two_answers(clip_ratio=default, clip_ratio_low=low, clip_ratio_high=high)(torch.ones(2, 5))
     assert not gradient[clipped].any() and gradient[1 - clipped].all()
+
+
+def test_a_sum_of_tokens_is_multiplied_by_the_ranks_that_average_it() -> None:
+    window = {"clip_ratio_low": 1e-3, "clip_ratio_high": 1e-3}
+    ratio = torch.tensor([[-3.5e-4], [3.5e-4]]).exp()
+    for ranks in (1, 2):
+        batch = {"dp_size": ranks, "batch_num_tokens": 7, "global_batch_size": 6}
+        gradient = of_two_answers("token-sum", global_batch_info=batch, **window)(torch.ones(2, 5))
+        torch.testing.assert_close(gradient, (ranks * torch.tensor([[1.0], [-1.0]]) * ratio).expand(2, 5))
 
 
 def test_a_mini_batch_without_tokens_half_precision_and_a_missing_size() -> None:

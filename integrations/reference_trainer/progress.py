@@ -39,22 +39,21 @@ class TrainingProgress(Progress):
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, seed: int, rows: Sequence[Row]) -> None:
-        """Show that a seed begins, or continues. `rows` has the metrics of its evaluation before step 1, and of steps.
-
-        If the run was interrupted, the next line with training numbers is of the steps since then.
-        """
-        evaluation = [row for row in rows if "eval_reward" in row][-1]
+        """Show that a seed begins, or continues. `rows` has the metrics of step 0, and of the steps that are done."""
+        evaluated = [i for i, row in enumerate(rows) if "eval_reward" in row][-1]
         self._seed = seed
-        self._held_out = evaluation["eval_reward"]
+        self._held_out = rows[evaluated]["eval_reward"]
         self._rows: list[Row] = []  # since the last evaluation
         self._without_signal: list[Row] = []  # the latest consecutive steps for which `lacks_signal` is true
         self._has_signal = False  # in any step
+        self._warned = False  # of steps without a signal
         for row in rows[1:]:
             self._see_signal(row)
-        self._warned = len(self._without_signal) >= WARN_AFTER  # of steps without a signal
+            self._warned = self._warned or len(self._without_signal) >= WARN_AFTER
         done = rows[-1]["step"]
         self._bar = self.add_task("", total=self._config.steps, completed=done, seed=seed, numbers="")
-        self._show_evaluation(evaluation)
+        self._show_evaluation(rows[evaluated])
+        self._rows += rows[evaluated + 1 :]
 
     def _see_signal(self, row: Row) -> None:
         self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []

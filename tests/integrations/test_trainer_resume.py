@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_run_with_a_reward_from_python_continues_with_it_only(
         read_config(folder / "config.json")
     train(read_config(resume=folder), reward=length)
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3]
+
+
+def test_the_line_after_a_resume_is_of_all_steps_since_the_last_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stopped(tmp_path, monkeypatch, at=3, options={"eval_every": 3})
+    train(read_config(resume=folder))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "step 3 of 3" in line]
+    assert f"training reward {fmean(row['reward'] for row in rows_of(folder)[1:]):.3f}  clip" in line
 
 
 # Changes

@@ -196,9 +196,10 @@ def test_a_resumed_run_knows_whether_there_was_a_signal(
 ) -> None:
     states = shown(tmp_path, [{"groups_without_signal": x} for x in (*signals, 1.0)], resumed_at=3)
     assert [text.count("WARNING") for text in states] == warnings
-    without = [{"groups_without_signal": 1.0}] * 12
-    assert [text.count("WARNING") for text in shown(tmp_path, without, resumed_at=8)] == [0] * 9 + [1] * 3
-    assert [text.count("WARNING") for text in shown(tmp_path, without, resumed_at=12)] == [0] * 9 + [1] * 3
+    late = [{"groups_without_signal": 0.5 if step == 11 else 1.0} for step in range(1, 30)]
+    for resumed_at in (8, 11, 13):
+        warned = [text.count("WARNING") for text in shown(tmp_path, late, resumed_at)]
+        assert warned == [0] * 9 + [1] * 20
 
 
 @pytest.mark.parametrize(("first", "warnings"), [(1.0, 1), (0.5, 0)])

@@ -145,11 +145,13 @@ FIRST = {name: values[0] for name, values in FACTORS.items()}
 # Each of these rows kills seeded faults: see tests/faults.
 PINNED: dict[str, dict[str, str]] = {
     "half precision": {"precision": "bf16", "sizes": "3 x 3, micro-batches"},
-    "KL of tokens": {"kl": "KL of tokens", "temperature": "0.7", "teacher": "teacher"},
+    "KL of tokens": {
+        "kl": "KL of tokens", "temperature": "0.7", "teacher": "teacher", "sizes": "3 x 3, micro-batches",
+    },
     "dead answers": {"objective": "dapo", "rewards": "half dead", "sampler": "bf16", "epochs": "2"},
     "less entropy": {"bonus": "less entropy", "rewards": "half dead"},
     "fp16": {"precision": "fp16", "rate": "cosine", "advantages": "running", "stop": "after the advantages"},
-}
+}  # fmt: skip  # a table
 ROWS = [pytest.param(FIRST | changes, id=name, marks=pytest.mark.slow) for name, changes in PINNED.items()]
 OF_WEEK = pair_cover(FACTORS, is_allowed, SEED)
 for i, of_week in enumerate(OF_WEEK):

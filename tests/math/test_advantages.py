@@ -213,7 +213,7 @@ def test_whitened_advantages_weigh_by_tokens() -> None:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", [None, 0.1])  # many terms of the KL are larger
 @pytest.mark.parametrize("has_kl", [True, False], ids=["KL", "no KL"])
 def test_returns_of_tokens(gamma: float, clip: float | None, has_kl: bool) -> None:
     rng = torch.Generator().manual_seed(0)

@@ -112,8 +112,8 @@ class Reference:
         self.stepped += 1
 
     def coef(self) -> float:
-        args = self.trainer.args
-        return COEF * (1 - self.stepped / args.max_steps if args.distillation_schedule == "linear" else 1)
+        steps = self.trainer.state.max_steps
+        return COEF * (1 - self.stepped / steps if self.trainer.args.distillation_schedule == "linear" else 1)
 
 
 class Scored:
@@ -148,6 +148,7 @@ CASES: dict[str, dict[str, Any]] = {
         "prompts": 6,
         "num_train_epochs": 2,
         "max_steps": -1,
+        "distillation_schedule": "linear",
         "steps_per_generation": 6,
     },
     "linear": {"distillation_schedule": "linear", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},

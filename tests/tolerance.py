@@ -131,7 +131,7 @@ FLOAT64_LOSS_RELATIVE = 1e-12
 
 
 def softcap_slope(dtype: torch.dtype) -> float:
-    """Return how far the slope of a soft-cap, 1 - tanh^2, may be off, for accumulators of this dtype.
+    """The error allowed in the slope of a soft-cap, 1 - tanh^2, with accumulators of `dtype`.
 
     tanh is computed from a capped logit, which was rounded up to four times. Where tanh is near 1, these errors may be
     the same for all tokens, and then they add up in a gradient.

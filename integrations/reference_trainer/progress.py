@@ -39,7 +39,7 @@ class TrainingProgress(Progress):
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, seed: int, rows: Sequence[Row]) -> None:
-        """Show that a seed begins, or continues. `rows` has the metrics of step 0, and of the steps that are done."""
+        """Start a seed's bar, or continue it. `rows` has the metrics of all finished steps, beginning with step 0."""
         evaluated = [i for i, row in enumerate(rows) if "eval_reward" in row][-1]
         self._seed = seed
         self._held_out = rows[evaluated]["eval_reward"]

@@ -227,7 +227,7 @@ class RunFolder:
         return rows
 
     def save_model(self, policy: Policy, seed: int) -> Path:
-        """Save the model trained with a seed, and return its folder. The folder appears only once it is complete."""
+        """Save the model trained with `seed` and return its folder, which appears only once it is complete."""
         folder = self.path / f"model-seed{seed}"
         weights = whole_weights(policy)
         with agreed():

@@ -68,7 +68,7 @@ def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
 
 
 def test_all_ranks_of_a_vocabulary_keep_equally_many_rows(backend: str) -> None:
-    """Of 410 columns, the ranks have 256, 154 and none."""
+    """The three ranks hold 256, 154 and 0 of the 410 columns."""
     batch, kept = memory.Batch(3000, 24, 410, tp=3), set()
     for rank in range(3):
         shard = Shard("", rank, 3, batch.rows_of_weight, 410)

@@ -137,5 +137,6 @@ def test_the_bound_of_the_default_counts_the_copies_of_autocast() -> None:
     needs = NeedsGradient(True, True, False, False, False)
     ours = 4 * h * (n + v) + 2 * h * n + 4 * n * -(-v // 128) + 256 * MIB
     assert memory.largest_default_cache(head, needs, "triton", 4) == 2 * h * n + 6 * h * v - ours
-    # A frozen weight has no gradient to copy, and TRL's head, which casts parts of the weight, takes less than ours.
+    # Without a gradient of the weight there is no such copy. TRL's head casts only parts of the weight, so it takes
+    # less memory than ours, which leaves no room for a cache.
     assert memory.largest_default_cache(head, needs._replace(weight=False), "triton", 4) == 1

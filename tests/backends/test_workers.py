@@ -88,7 +88,7 @@ def test_the_tiles_of_all_threads_fit_the_workspace(dtype: torch.dtype) -> None:
     with FakeTensorMode():
         tiles = torch_tiles.Tiles(memory.Batch(256, 4096, 151_936).head(dtype), torch.arange(256))
     numbers = tiles.tile_rows * (torch_tiles._TILES_IN_MEMORY * tiles.tile_columns + 4096)
-    numbers += 2 * tiles.tile_columns * 4096 * (dtype == torch.bfloat16)  # of the weight, in fp32
+    numbers += 2 * tiles.tile_columns * 4096 * (dtype == torch.bfloat16)  # fp32 copies of the weight
     assert 1 < tiles.threads < 64 and tiles.threads * 4 * numbers <= tiles.head.workspace
 
 
@@ -101,7 +101,7 @@ def test_threads_run_in_inference_mode_and_keep_no_tensor(threads: int) -> None:
         inside = linear_log_probs(hidden, weight, torch.arange(300)).log_probs
     assert torch.equal(inside, linear_log_probs(hidden, weight, torch.arange(300)).log_probs)
     del weight
-    end = time.monotonic() + DEADLINE  # a thread drops its job soon after the result is there
+    end = time.monotonic() + DEADLINE  # a thread releases its job shortly after the result is ready
     while seen() is not None and time.monotonic() < end:
         gc.collect()
         time.sleep(0.01)

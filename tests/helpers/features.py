@@ -35,7 +35,12 @@ CEILINGS = {  # outside of the log-ratios of `_log_ratios`
     "dual_clip": {"narrow": 1.0005, "wide": 1.35, "open": 1.9},
     "delta": {"narrow": 1.00045, "wide": 1.32},
 }
-TWO_CEILINGS = ("dual_clip above delta", "delta above dual_clip")
+CEILINGS_OF = {  # field -> the field whose number in CEILINGS it gets
+    "dual_clip": {"dual_clip": "dual_clip"},
+    "delta": {"delta": "delta"},
+    "dual_clip above delta": {"dual_clip": "dual_clip", "delta": "delta"},
+    "delta above dual_clip": {"dual_clip": "delta", "delta": "dual_clip"},
+}
 CORRECTIONS: dict[str, Any] = {
     "truncate": RolloutCorrection("token", "truncate", 0.8, 1.2),
     "mask": RolloutCorrection("sequence", "mask", 0.7, 1.4),
@@ -72,7 +77,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "ratio": RATIOS,
     "surrogate": SURROGATES,
     "window": tuple(WINDOWS),
-    "ceiling": (None, None, *CEILINGS, *TWO_CEILINGS),
+    "ceiling": (None, None, *CEILINGS_OF),
     "aggregation": AGGREGATIONS,
     "kl": (None, "metric", "term"),
     "kl_estimator": ("k3", *(x for x in KL_ESTIMATORS if x != "k3")),
@@ -144,11 +149,10 @@ BANS = [
         "VESPO's ratio is to the sampler", "rollout_correction must be None with surrogate='vespo'"),
     Ban(("surrogate", "ceiling"), lambda s, c: c == "dual_clip" and s not in ("clip", *DIVERGENCES), "no such bound",
         "dual_clip must be None with surrogate="),
-    Ban(("surrogate", "ceiling"), lambda s, c: c in ("delta", *TWO_CEILINGS) and s != "clip", "no such bound",
+    Ban(("surrogate", "ceiling"), lambda s, c: "delta" in CEILINGS_OF.get(c, ()) and s != "clip", "no such bound",
         "(dual_clip|delta) must be None with surrogate="),
-    Ban(("window", "ceiling"), lambda w, c: c in ("delta", *TWO_CEILINGS) and w == "open",
-        "no number exceeds 1 + clip_high",
-        "delta must be a number > 1 . clip_high"),
+    Ban(("window", "ceiling"), lambda w, c: "delta" in CEILINGS_OF.get(c, ()) and w == "open",
+        "no number exceeds 1 + clip_high", "delta must be a number > 1 . clip_high"),
     Ban(("ratio", "kl_ratio_factor"), lambda r, f: f and r == "sequence-product", "the product has no gradient",
         "kl_ratio_factor must be False with ratio='sequence-product'"),
     Ban(("kl_estimator", "kl_ratio_factor"), lambda k, f: f and k == "unbiased", "it has a ratio factor",
@@ -385,9 +389,8 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
 def _objective(row: Mapping[str, Any]) -> Objective:
     low, high = WINDOWS[row["window"]]
     changes: dict[str, Any] = {}
-    ceilings = [row["ceiling"]] if row["ceiling"] in CEILINGS else list(CEILINGS) if row["ceiling"] else []
-    of = reversed(ceilings) if row["ceiling"] == "delta above dual_clip" else ceilings
-    changes |= {name: CEILINGS[number].get(row["window"], 9.0) for name, number in zip(ceilings, of, strict=True)}
+    for name, number in CEILINGS_OF.get(row["ceiling"], {}).items():
+        changes[name] = CEILINGS[number].get(row["window"], 9.0)
     if row["weights_of_surrogates"] == "other":
         changes |= {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7, "vespo_k_pos": 0.0}
         changes |= {"vespo_lambda_pos": 0.5, "vespo_k_neg": 1.0, "vespo_lambda_neg": 0.5}

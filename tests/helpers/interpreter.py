@@ -26,27 +26,24 @@ def patch_language_once() -> None:
     from triton.runtime import interpreter
 
     patched: set[frozenset[int]] = set()
-    languages_of: dict[int, frozenset[int]] = {}  # by the id of a module's names
+    seen: set[int] = set()  # ids of the globals of modules with kernels
     patch = interpreter._patch_lang
 
     def patch_once(fn: Any) -> object:
-        names = fn.__globals__
-        if id(names) not in languages_of:
-            languages = (id(x) for x in names.values() if inspect.ismodule(x) and x in (tl, tl.core))
-            languages_of[id(names)] = frozenset(languages)
-        if languages_of[id(names)] not in patched:
-            patch(fn)
-            patched.add(languages_of[id(names)])
+        if id(fn.__globals__) not in seen:
+            seen.add(id(fn.__globals__))
+            names = fn.__globals__.values()
+            languages = frozenset(id(x) for x in names if inspect.ismodule(x) and x in (tl, tl.core))
+            if languages not in patched:
+                patch(fn)
+                patched.add(languages)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
 
 
 def keep_types() -> None:
-    """Keep what the interpreter computes again for every value: the shape of its type, and NumPy's dtype.
-
-    Interpreted kernels take two thirds of the time then.
-    """
+    """Cache the shapes of types and NumPy's dtypes. By default the interpreter recomputes them for every value."""
     import triton.language.core as core
     from triton.runtime import interpreter
 
@@ -75,7 +72,9 @@ def keep_types() -> None:
         key = tuple(type.shape) if type.is_block() else ()
         if key not in tensors:
             tensors[key] = core.constexpr(math.prod(key)), core.tuple([core.constexpr(x) for x in key])
-        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
         self.numel, self.shape = tensors[key]
 
     interpreter._get_np_dtype = kept_np_dtype

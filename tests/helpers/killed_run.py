@@ -16,9 +16,9 @@ OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
 
 
 def main(rank: int, folder: Path, killed_at: int, resume: bool, options: dict[str, Any]) -> None:
-    """Train or resume a run, and kill the process before its file operation number `killed_at` (0: never).
+    """Train or resume a run, and kill the process just before its `killed_at`-th file operation (0: never).
 
-    A run that finishes writes its number of operations to the file `operations`.
+    A run that finishes writes how many operations it made to the file `operations`.
     """
     config = small(folder, **options)
     count = 0

@@ -1,4 +1,4 @@
-"""Cases of tests/distributed: metrics of ranks that have different sequences, compared with float64 formulas."""
+"""Cases of tests/distributed: metrics combined over ranks, by float64 formulas, and invalid values of other ranks."""
 
 from __future__ import annotations
 

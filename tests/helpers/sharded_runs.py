@@ -66,8 +66,8 @@ def owners(case: Case, ranks: int, seed: int) -> Tensor:
         owner = torch.where(owner == ranks // 2, 0, owner)
     if case.row["layout"] == "padded":
         return owner
-    # On a rank with as many tokens as sequences, values per token would be read as values per sequence. So move tokens
-    # to other ranks, unless there is one token only: then both readings agree.
+    # If a rank has as many tokens as sequences, per-token values would be read as per-sequence values, so move tokens
+    # to other ranks. With a single token, both readings agree.
     owner, inside = owner.clone(), case.tokens["inside"]
     while ranks > 1 and inside.sum() > 1 and (full := owner[inside].bincount() == len(inside)).any():
         of_rank = inside & (owner == full.nonzero()[0])

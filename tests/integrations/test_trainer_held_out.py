@@ -76,7 +76,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer() -> None:
     assert (pass_at_k(0, 6, 1), pass_at_k(6, 6, 6)) == (0.0, 1.0)
     measures = of_samples([1.0, None, None, None, 0.0, 0.0, 0.0, 1.0], EvalOptions(n=4))
     found = {name: x and (x.mean, x.prompts) for name, x in measures.items()}
-    # The first prompt has one answer with a reward, so that it has no pass@2.
+    # Only one answer to the first prompt has a reward, so this prompt has no pass@2.
     assert found == {"sampled": (0.625, 2), "pass@1": (0.625, 2), "pass@2": (0.5, 1), "pass@4": (1.0, 1)}
 
 

@@ -183,26 +183,18 @@ def shown(tmp_path: Path, rows: list[dict[str, float]], resumed_at: int | None =
     return states
 
 
-def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path) -> None:
-    rows = [{"groups_without_signal": 0.5 if step == 9 else 1.0} for step in range(1, 41)]
-    states = shown(tmp_path, rows)
+@pytest.mark.parametrize("resumed_at", [None, 15, 22, 27])
+def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path, resumed_at: int | None) -> None:
+    rows = [{"groups_without_signal": 0.5 if step in (9, 25) else 1.0} for step in range(1, 41)]
+    states = shown(tmp_path, rows, resumed_at)
     assert [text.count("WARNING") for text in states] == [0] * 18 + [1] * 22
     assert "In 10 consecutive steps, all answers to each prompt had the same reward, 0 on average, and 0%" in states[-1]
 
 
-@pytest.mark.parametrize(("signals", "warnings"), [((0.5, 1.0), [0, 0, 0]), ((1.0, 1.0), [0, 0, 1])])
-def test_a_resumed_run_knows_whether_there_was_a_signal(
-    tmp_path: Path, signals: tuple[float, float], warnings: list[int]
-) -> None:
-    states = shown(tmp_path, [{"groups_without_signal": x} for x in (*signals, 1.0)], resumed_at=3)
-    assert [text.count("WARNING") for text in states] == warnings
-    late = [{"groups_without_signal": 0.5 if step == 11 else 1.0} for step in range(1, 30)]
-    for resumed_at in (8, 11, 13):
-        warned = [text.count("WARNING") for text in shown(tmp_path, late, resumed_at)]
-        assert warned == [0] * 9 + [1] * 20
-
-
+@pytest.mark.parametrize("resumed_at", [None, 3])
 @pytest.mark.parametrize(("first", "warnings"), [(1.0, 1), (0.5, 0)])
-def test_a_short_run_without_any_signal_is_warned_of_at_its_end(tmp_path: Path, first: float, warnings: int) -> None:
-    states = shown(tmp_path, [{"groups_without_signal": x} for x in (first, 1.0, 1.0)])
+def test_a_short_run_without_any_signal_is_warned_of_at_its_end(
+    tmp_path: Path, first: float, warnings: int, resumed_at: int | None
+) -> None:
+    states = shown(tmp_path, [{"groups_without_signal": x} for x in (first, 1.0, 1.0)], resumed_at)
     assert [text.count("WARNING") for text in states] == [0, 0, warnings]

@@ -249,7 +249,7 @@ def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
 
 
 def test_columns_keep_their_json_types(tmp_path: Path) -> None:
-    """The default reward compares texts. A line of the file ends at a line feed only."""
+    """The default reward compares texts. Only a line feed ends a line of the file."""
     values = (24, 2.5, "24", True, ["2", "\u2028\x85"], None)
     rows = ({"prompt": str(i), "answer": x, "n": x} for i, x in enumerate(values))
     data = write_jsonl(tmp_path / "a.jsonl", *(json.dumps(row, ensure_ascii=False) for row in rows))

@@ -124,7 +124,7 @@ def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_outliers_follow_the_formula(name: str, sign: int, dtype: torch.dtype) -> None:
-    """The penalty, or the bonus, of one answer must not cost digits of the others' standard deviation."""
+    """One answer's very low or very high reward must not cost digits of the others' standard deviation."""
     rewards = 0.3 * torch.randn(26, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rewards[[3, 9, 12, 20, 21]] = torch.tensor([1e7, -1e8, 1e7, 1e8, -1e4], dtype=torch.float64)
     rewards = sign * rewards.to(dtype)

@@ -50,7 +50,7 @@ def test_a_row_of_the_week_equals_float64(row: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(12))
 def test_fifty_random_rows_of_the_week_equal_float64(part: int) -> None:
-    """As `python -m tests.attack` draws them: combinations of several values that no array has to contain."""
+    """Rows are drawn as in tests/attack.py. They combine three or more values that the array need not combine."""
     rows = Rows({**FACTORS, "compile": (False,)}, BANS)
     for seed in range(10**7 * SEED + 50 * part, 10**7 * SEED + 50 * part + 50):
         check_row(rows.any(random.Random(seed)), seed)

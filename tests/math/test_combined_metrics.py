@@ -21,7 +21,7 @@ def test_your_own_metrics_combine_by_the_divisors_that_you_name() -> None:
         return {
             "tokens": mask[rows].sum(),
             "teacher_kl": kl[rows][mask[rows]].mean(),  # NaN without tokens
-            # The defaults of a part without tokens would be the extremes.
+            # A part without tokens reports 0, which must not become the minimum or the maximum.
             "teacher_kl_min": kl[rows][mask[rows]].amin() if mask[rows].any() else torch.tensor(0.0).double(),
             "log_prob_max": (kl - 2)[rows][mask[rows]].amax() if mask[rows].any() else torch.tensor(0.0).double(),
             "reward_per_turn": reward[rows].sum() / turns[rows].sum(),

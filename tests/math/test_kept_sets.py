@@ -91,12 +91,15 @@ def test_layouts_of_engines_and_trainers(answers: list[Any], fill: int, empty: s
         ids, sizes = [i for x in of_tokens for i in x], [len(x) for x in of_tokens]
         return torch.tensor(ids, dtype=dtype), torch.tensor(sizes, dtype=dtype)
 
-    lists = KeptSets.from_lists(sets, length=length, **named)  # vLLM: sampling_mask.token_ids; SGLang: output_token_..
+    # vLLM: sampling_mask.token_ids; SGLang: output_token_sampling_mask
+    lists = KeptSets.from_lists(sets, length=length, **named)
     assert_sets(lists, padded, empty)
     assert_sets(KeptSets.from_lists(sets, **named), packed, empty)
+    # slime: rollout_top_p_token_ids, rollout_top_p_token_offsets; miles
     csr = [(ids, torch.nn.functional.pad(sizes.cumsum(0), (1, 0))) for ids, sizes in map(flat, sets)]
-    assert_sets(KeptSets.from_samples(csr, length=length, **named), padded, empty)  # slime: rollout_top_p_token_ids, ..
-    assert_sets(KeptSets.from_counts(*flat(packed, torch.int32), **named), packed, empty)  # prime-rl: SamplingMask
+    assert_sets(KeptSets.from_samples(csr, length=length, **named), padded, empty)
+    # prime-rl: SamplingMask(ids, counts)
+    assert_sets(KeptSets.from_counts(*flat(packed, torch.int32), **named), packed, empty)
     width = 5
     rows = torch.full((len(padded), width), -7)
     mask = torch.zeros(len(padded), 9, dtype=torch.bool)
@@ -105,7 +108,8 @@ def test_layouts_of_engines_and_trainers(answers: list[Any], fill: int, empty: s
         mask[i, x] = True
     sizes = flat(padded)[1]
     shape = len(sets), length, width
-    of_sizes = KeptSets.from_padded(rows.view(shape), sizes=sizes.view(shape[:2]), **named)  # NeMo RL: .._ids, _sizes
+    # NeMo RL: sampling_mask_token_ids, sampling_mask_sizes
+    of_sizes = KeptSets.from_padded(rows.view(shape), sizes=sizes.view(shape[:2]), **named)
     assert_sets(of_sizes, padded, empty)
     assert_sets(KeptSets.from_mask(mask.view(*shape[:2], 9), **named), padded, empty)
     order = torch.rand(rows.shape, generator=torch.Generator().manual_seed(len(packed))).argsort(1)

@@ -316,7 +316,7 @@ def test_clip_noise_is_logged_and_training_does_not_change(
         check_with_float64(exact, compared, taken)
 
     callback = ClipNoiseCallback(trainer, answers=2)
-    mask = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]])  # the first answer was truncated, and is masked
+    mask = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]])  # the first answer is truncated, so it is masked
     answers = {f"{of}_{what}": 0 * mask + 1 for of in ("prompt", "completion") for what in ("ids", "mask")}
     tools = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]])
     answers |= {"completion_mask": mask, "tool_mask": tools, "advantages": torch.tensor([1.0, -1.0, 1.0, 1.0])}

@@ -66,8 +66,8 @@ BANS = [
     ),
 ]
 ROWS = pair_cover(FACTORS, bans=BANS)
-# Few of the rows above skip answers, because all settings must allow it. These rows do skip them. Their head is tied,
-# because verl's FSDP1 does not initialize an untied head on all ranks.
+# Only a few of the rows above skip answers, because every setting has to allow it. These rows always do. Their head is
+# tied because verl's FSDP1 does not initialize an untied head on all ranks.
 FIRST = {name: values[0] for name, values in FACTORS.items()} | {"head": "tied"}
 SKIPPING = [
     FIRST | {"advantages": "half dead", "micro": "by tokens", "aggregation": "token-mean"},

@@ -17,7 +17,7 @@ from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
-from gspo_kernels.backends.rows import HeadResult, HeadRows
+from gspo_kernels.backends.rows import Groups, HeadResult, HeadRows
 from gspo_kernels.backends.triton import gradient_rows, logit_tile, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.ops.head import all_columns, head_backward_op
@@ -109,6 +109,22 @@ def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
     assert torch.equal(outputs["entropy"][:40], expected.entropy)
     unmasked = int(head.mask.sum())  # these rows come first
     assert torch.equal(partial["tile_mass"][:, :unmasked], cached.tile_mass[:, :unmasked])
+
+
+@pytest.mark.slow
+def test_sums_of_pairs_past_two_to_the_31_are_written() -> None:
+    """The last group's row is at 2^31. It is the only group with a pair."""
+    groups, width = 2049, 2**20
+    begin = torch.zeros(groups + 1, dtype=torch.int64)
+    begin[-1] = 1
+    zero = torch.zeros(1, dtype=torch.int64)
+    with launches() as seen:
+        triton_backend.pair_sums(torch.ones(1), torch.full((1, 1), 3.0), zero, Groups(None, begin, None), groups)
+    assert (groups - 1) * width == 2**31
+    # Only touched pages take memory. An offset that overflows writes to the first half.
+    out = torch.empty(2 * groups, width, dtype=torch.float16)[groups:]
+    relaunch(seen, "sum_pairs", out=out, width=width, stride_matrix_column=0, BLOCK_P=1, BLOCK_H=width)
+    assert (out[-1] == 3.0).all()
 
 
 # -- backend selection

@@ -20,6 +20,8 @@ class Pair(GRPOTrainer):
     ours = True  # False while ms-swift's own loss is computed
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
+        # A random model's answers are almost all truncated, and would leave no gradient.
+        grpo_batch.truncated_mask = torch.arange(len(grpo_batch.completion_mask)) == 1
         compute = {
             "ours": lambda: GSPOTrainer._compute_loss_and_metrics.__get__(self, Pair)(model, model_inputs, grpo_batch),
             "theirs": lambda: super(Pair, self)._compute_loss_and_metrics(model, model_inputs, grpo_batch),

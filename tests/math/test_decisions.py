@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,7 @@ def test_tokens_that_leave_the_trust_region_of_dppo_are_those_of_float64(
     """Tokens outside the trust region have a gradient of exactly 0 and cost no backward."""
     sequences, length = (1_000, 16) if backend == "torch" else (40, 16)
     objective = Objective.preset(surrogate)
+    objective = replace(objective, clip_low=0.6 * objective.clip_high)
     hidden, weight, ids, true_lp = batch(0, sequences, length, dtype)
     rng = torch.Generator().manual_seed(1)
     noise = torch.randn(true_lp.shape, generator=rng, dtype=torch.float64)
@@ -202,8 +204,9 @@ def test_tokens_that_leave_the_trust_region_of_dppo_are_those_of_float64(
     if surrogate == "dppo_kl":
         divergence = torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
     a = advantages[:, None]
-    truth = (divergence > objective.clip_high) & torch.where(a > 0, p > q, p < q)  # both bounds are equal
-    clear = (divergence - objective.clip_high).abs() > DIVERGENCE_BAND
+    bound = torch.where(a > 0, objective.clip_high, objective.clip_low)
+    truth = (divergence > bound) & torch.where(a > 0, p > q, p < q)
+    clear = (divergence - bound).abs() > DIVERGENCE_BAND
     # A probability of almost 1 has almost no gradient, so only tokens below it are compared.
     clear &= 1 - p > 1e-3
     assert clear.double().mean() > 0.5 and 0.05 < truth[clear].double().mean() < 0.5

@@ -17,7 +17,8 @@ from tolerance import RELATIVE_RMS, check
 from torch import Tensor
 
 from gspo_kernels import Objective
-from gspo_kernels.reference import surrogate
+from gspo_kernels.objective import KL_ESTIMATORS
+from gspo_kernels.reference import kl_to_reference, surrogate
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -135,6 +136,17 @@ def test_a_token_weight_of_zero_silences_an_infinite_ratio(ratio: str, backend: 
     assert out.loss.isfinite()
     assert_all_zero(gradient[0])
     assert (gradient[1] != 0).all()
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_a_kl_term_where_log_probs_equal_those_of_the_reference(estimator: str, backend: str) -> None:
+    lp, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.0, -2.5, -3.0]])
+    objective = Objective(kl_coef=0.1, kl_estimator=estimator)
+    _, gradient = run_policy(lp, torch.zeros(1), ref_log_probs=ref, objective=objective, backend=backend)
+    leaf = lp.double().requires_grad_()
+    kl = kl_to_reference(leaf, ref.double(), leaf - leaf.detach(), estimator)
+    (truth,) = torch.autograd.grad(0.1 * kl.mean(), leaf)
+    check("d_log_probs", gradient, truth.float(), truth, torch.float32)
 
 
 def test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient(backend: str) -> None:

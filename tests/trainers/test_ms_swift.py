@@ -65,6 +65,7 @@ def run(folder: Path) -> list[list[dict[str, Any]]]:
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 8,
         "max_completion_length": 12,
+        "overlong_filter": "true",
         "max_length": 128,
         "max_steps": 8,
         "learning_rate": 1e-3,

@@ -16,6 +16,7 @@ from tolerance import (
     KEPT_VALUE_ABSOLUTE,
     KEPT_VALUE_RELATIVE,
     PARITY_GRADIENT_RELATIVE,
+    check_loss,
 )
 from torch import Tensor
 
@@ -110,6 +111,22 @@ def test_loss_and_gradient_equal_verls(name: str, weights: bool, backend: str) -
         )
     if "actor/ppo_kl" in metrics:
         assert metrics["actor/ppo_kl"] == pytest.approx(computed[0].metrics["kl_to_old"].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    "aggregation", [SEQUENCES, "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
+def test_our_policy_loss_equals_that_of_verls_gspo(aggregation: str, weights: bool) -> None:
+    objective = Objective(ratio="sequence-token")
+    batch = rollout(objective, weights=weights)
+    (value, gradient, _), (expected, expected_gradient, _) = (
+        verl_loss(batch, objective, name, aggregation) for name in ("gspo_kernels", "gspo")
+    )
+    check_loss(value, expected, batch.advantages.abs().mean().item())
+    torch.testing.assert_close(
+        gradient, expected_gradient, rtol=0, atol=PARITY_GRADIENT_RELATIVE * expected_gradient.norm().item()
+    )
 
 
 @pytest.mark.parametrize("bound", [3.0, 1.5])

@@ -91,7 +91,7 @@ def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(workspace, "cache_of_device", of_device)
     monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
-    for argument, passes in (({}, 4.0), ({"cache_mib": 1}, 3.0)):
+    for argument, passes in (({}, 4.0), ({"cache_mib": 0.5}, 3.0)):
         assert gspo_fused_loss(hidden, weight, ids, advantages, **argument, **options).metrics["passes"] == passes
     monkeypatch.setenv("GSPO_CACHE_MIB", "1")
     assert gspo_fused_loss(hidden, weight, ids, advantages, **options).metrics["passes"] == 3

@@ -18,6 +18,7 @@ from helpers.features import (
     TEMPERATURES,
     Case,
     Tensors,
+    divergence,
     kept_of,
     leaves_in,
     logits_of,
@@ -306,11 +307,9 @@ def clipped(u: Tensor, advantages: Tensor, lp: Tensor, o: Any) -> tuple[Tensor, 
     if o.surrogate == "gmpo":
         return negative & (u < -o.clip_low), positive & (u > o.clip_high)
     if o.surrogate in DIVERGENCES:
-        p, q = lp.clamp(max=0).exp(), (lp - u).clamp(max=0).exp()
-        d = (p - q).abs()
-        if o.surrogate == "dppo_kl":
-            d = torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
-        return negative & (p < q) & (d > o.clip_low), positive & (p > q) & (d > o.clip_high)
+        d, old = divergence(o.surrogate, lp, u), (lp - u).clamp(max=0)
+        falls, rises = lp.clamp(max=0) < old, lp.clamp(max=0) > old
+        return negative & falls & (d > o.clip_low), positive & rises & (d > o.clip_high)
     never = torch.zeros_like(positive)
     if o.surrogate == "topr":
         return never, negative & (u > 0)

@@ -371,7 +371,7 @@ def build(row: Mapping[str, Any], seed: int) -> Case:
         x = torch.where(mask, x.clamp(max=ROUNDING), junk)
         return x if dtype == torch.float64 else x.float()
 
-    old = lp - _log_ratios(case, lengths, randn, rand)
+    old = lp - _log_ratios(case, lp, lengths, randn, rand)
     if row["old_log_probs"]:
         tokens["old_log_probs"] = log_probs(old)
     if row["rollout_correction"]:
@@ -406,11 +406,23 @@ def _objective(row: Mapping[str, Any]) -> Objective:
     )
 
 
-def _log_ratios(case: Case, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
+def divergence(surrogate: str, lp: Tensor, log_ratio: Tensor) -> Tensor:
+    """Compute the divergence of DPPO between the sampled token's old and new probabilities."""
+    p, q = lp.clamp(max=0).exp(), (lp - log_ratio).clamp(max=0).exp()
+    if surrogate == "dppo_kl":
+        return torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
+    return (p - q).abs()
+
+
+def _log_ratios(case: Case, lp: Tensor, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
     """Return token log-ratios [B, T], on both sides of the bounds of the window."""
     o, mask = case.objective, case.mask
-    if o.surrogate in DIVERGENCES:
-        return 1.5 * randn(*mask.shape)
+    if o.surrogate in DIVERGENCES:  # if possible, every other token has a divergence between the bounds
+        u = randn(64, *mask.shape) * 10 ** (0.2 - 4 * rand(64, *mask.shape))
+        d, margin = divergence(o.surrogate, lp, u), (o.clip_high - o.clip_low) / 5
+        fits = (d > o.clip_low + margin) & (d < o.clip_high - margin)
+        chosen = u.gather(0, fits.double().argmax(0)[None])[0]
+        return torch.where(fits.any(0) & (rand(*mask.shape) < 0.5), chosen, 1.5 * randn(*mask.shape))
     low = -math.log1p(-min(o.clip_low, 0.9))
     high = math.log1p(min(o.clip_high, 0.5))
     by_token = o.ratio == "token" or o.surrogate == "gmpo"

@@ -679,6 +679,67 @@ def test_arguments_that_do_not_fit_together_are_named(name: str, message: str, c
     assert re.search(" must be .+, got ", str(caught.value))
 
 
+# -- the ends of ranges
+
+
+def above(x: float) -> float:
+    return math.nextafter(x, INF)
+
+
+def below(x: float) -> float:
+    return math.nextafter(x, -INF)
+
+
+# call, argument, a value at the end of the range, the next value, other changes
+ENDS: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
+    ("gspo_fused_loss", "gradient_budget", below(1.0), 1.0, {}),
+    ("gspo_fused_loss", "vocab_size", V, V + 1, {}),
+    ("gspo_fused_loss", "target_ids", torch.full((B, T), 9), torch.full((B, T), 10), {}),
+    ("linear_log_probs", "extra_ids", torch.full((B, T, K), 9), torch.full((B, T, K), 10), {}),
+    ("linear_log_probs, sets", "kept_sets.ids", *(torch.where(SETS.ids == 7, x, SETS.ids) for x in (9, 10)), {}),
+    ("linear_top_k", "k", 10, 11, {}),
+    ("linear_top_k", "k", 1, 0, {}),
+    ("topk_divergence", "beta", below(1.0), 1.0, {}),
+    ("topk_divergence", "beta", above(0.0), 0.0, {}),
+    ("off_policy_mask", "threshold", 0.0, below(0.0), {}),
+    ("RolloutCorrection", "high", 0.5, below(0.5), {}),
+    ("RolloutCorrection", "low", 0.0, below(0.0), {}),
+    ("Objective", "clip_low", below(1.0), 1.0, {}),
+    ("Objective", "clip_low", 1.0, above(1.0), {"surrogate": "cispo", **CLIP}),
+    ("Objective", "dual_clip", above(1.0), 1.0, {}),
+    ("Objective", "delta", above(1 + 4e-4), 1 + 4e-4, {}),
+    ("Objective", "kl_coef", 0.0, below(0.0), {}),
+    ("Objective", "sapo_temperature_pos", 1e-30, below(1e-30), {}),
+    ("Objective", "vespo_lambda_pos", 1e-4, below(1e-4), {**VESPO, **CLIP, "vespo_k_pos": 0.0}),
+    ("token_returns", "gamma", 1.0, above(1.0), {}),
+    ("token_returns", "gamma", 0.0, below(0.0), {}),
+    ("token_returns", "kl_coef", 0.0, below(0.0), {}),
+    ("token_returns", "reward_clip", above(0.0), 0.0, {}),
+    ("group_advantages", "eps", 0.0, below(0.0), {}),
+    ("group_advantages", "group_size", 4, 5, {}),
+    ("KeptSets.from_padded", "sizes", torch.full((B, T), K), torch.full((B, T), K + 1), {}),
+    ("KeptSets.from_padded", "sizes", torch.full((B, T), 0), torch.full((B, T), -1), {}),
+    ("KeptSets.from_lists", "length", 2, 1, {}),
+    ("KeptSets.from_samples", "length", 2, 1, {}),
+    ("KeptSets.from_logits", "top_k", 0, -1, {}),
+    ("KeptSets.from_logits", "top_p", 1.0, above(1.0), {}),
+    ("KeptSets.from_logits", "top_p", above(0.0), 0.0, {}),
+    ("KeptSets.from_logits", "min_p", below(1.0), 1.0, {}),
+    ("KeptSets.from_logits", "min_p", 0.0, below(0.0), {}),
+    ("KeptSets.select", "tokens", C([5]), C([6]), {}),
+]  # fmt: skip  # a table
+
+
+@pytest.mark.parametrize(("name", "argument", "last", "wrong", "changes"), ENDS)
+def test_a_range_ends_where_its_error_says(
+    name: str, argument: str, last: Any, wrong: Any, changes: dict[str, Any]
+) -> None:
+    function, arguments = ALL_CALLS[name]
+    function(**{**arguments, **changes, argument: last})
+    with pytest.raises(ValueError, match=f"{re.escape(argument)}.* must be"):
+        function(**{**arguments, **changes, argument: wrong})
+
+
 @on_device
 @pytest.mark.parametrize(("name", "backend"), [
     *((name, "torch") for name in CALLS if not name.startswith("KeptSets.")),

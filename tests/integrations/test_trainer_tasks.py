@@ -238,9 +238,10 @@ def test_a_task_rewards_the_right_answer_with_one_and_holds_out_examples(name: s
 
 def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
     chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": str(n % 4)}] for n in range(8)]
-    task = jsonl_task(write_jsonl(tmp_path / "a.jsonl", *({"prompt": c, "answer": "1 "} for c in chats)), held_out=1)
-    assert task.train[0].answer == "1"
-    assert len(task.train) == 3 and task.train[0].prompt in chats
+    rows = ({"prompt": c, "answer": "1 " if n < 4 else "of a repeated prompt"} for n, c in enumerate(chats))
+    task = jsonl_task(write_jsonl(tmp_path / "a.jsonl", *rows), held_out=1)
+    assert [example.answer for example in task.train] == ["1"] * 3
+    assert task.train[0].prompt in chats
     assert task.train[0].key.startswith("system: s\nuser: ")
     for prompt in ([], [{"role": "user"}], [{"role": "user", "content": 3}], ["text"]):
         data = write_jsonl(tmp_path / "b.jsonl", {"prompt": prompt, "answer": 1})

@@ -96,8 +96,11 @@ class Reference:
             advantages = batch["advantages"]
             policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean() / len(self.batches)
             p = log_p.exp().gather(-1, ids)
-            rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
-            per_token = (q * (q / p).log()).sum(-1) + rest_q * (rest_q / rest_p).log()
+            x, y = (p, q) if trainer.args.distillation_kind == "reverse" else (q, p)
+            per_token = (x * (x / y).log()).sum(-1)
+            if trainer.args.distillation_tail == "bucket":
+                rest_x, rest_y = 1 - x.sum(-1), 1 - y.sum(-1)
+                per_token = per_token + rest_x * (rest_x / rest_y).log()
             count = batch["num_items_in_batch"] * len(self.batches)
             total = total + policy + self.coef() * (per_token * mask).sum() * trainer.args.steps_per_generation / count
             divergences += (per_token * mask).sum().item()
@@ -142,7 +145,12 @@ class Scored:
 CASES: dict[str, dict[str, Any]] = {
     "aligned": {},
     "packed": {"mask_truncated_completions": True},
-    "not skipped": {"skip_zero_advantage": False, "gradient_checkpointing": True},
+    "not skipped": {
+        "skip_zero_advantage": False,
+        "gradient_checkpointing": True,
+        "distillation_kind": "reverse",
+        "distillation_tail": "drop",
+    },
     "rollout_func": {"gradient_checkpointing": True, "num_iterations": 2, "mask_truncated_completions": True},
     "short last step of an epoch": {
         "prompts": 6,

@@ -56,6 +56,7 @@ def test_a_run_is_evaluated_as_its_last_evaluation_was(run: Path, tmp_path: Path
     assert [line["kind"] for line in lines] == ["greedy"] * 12 + ["sampled"] * 48
     written = [json.loads(line)["prompt"] for line in (run / "held_out.jsonl").read_text().splitlines()]
     assert [line["prompt"] for line in lines[12:]] == [prompt for prompt in written for _ in range(4)]
+    assert read_evaluation(str(run), ["reward_timeout=7"]).task.rewards.timeout == 7
     report = gspo_eval(run, "n=4", "passing=7")
     lengths = [line["components"]["length"] for line in lines[12:]]
     assert report["rewards"]["length"]["sampled"]["mean"] == pytest.approx(fmean(lengths))  # in batches of another size

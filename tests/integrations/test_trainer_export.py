@@ -49,7 +49,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     options |= {"reward": f"0.5*{folder}/rewards.py:brief", "model": folder / "base", "max_new_tokens": 4}
     train(train_config(name="full", learning_rate=1e-2, **options))
-    train(train_config(name="lora", learning_rate=1e-1, lora_rank=4, lora_head=True, seeds=[0, 1], **options))
+    options |= {"lora_rank": 4, "lora_alpha": 7, "lora_head": True, "seeds": [0, 1]}
+    train(train_config(name="lora", learning_rate=1e-1, **options))
     return folder
 
 
@@ -67,6 +68,7 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
     base = AutoModelForCausalLM.from_pretrained(runs / "base", dtype=torch.float32).state_dict()
     if name == "lora":
         settings = json.loads((trained / "adapter_config.json").read_text())
+        assert (settings["r"], settings["lora_alpha"]) == (4, 7)
         adapter = {key: x.double() for key, x in load_file(trained / "adapter_model.safetensors").items()}
         expected, limits = {key: x.double() for key, x in base.items()}, {}
         for key in adapter:

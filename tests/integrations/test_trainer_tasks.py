@@ -21,7 +21,7 @@ from tokenizers import processors
 
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, loading, policy
 from gspo_kernels.integrations.reference_trainer.chat import encode
-from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward
+from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward, task_of
 from gspo_kernels.integrations.reference_trainer.held_out import lines_of
 from gspo_kernels.integrations.reference_trainer.sampling import fitting
 from gspo_kernels.integrations.tasks import (
@@ -166,6 +166,7 @@ def test_a_list_of_rewards_fails_as_a_whole_or_by_entry() -> None:
     slow = RewardComponent("slow", 1.0, lambda completions: time.sleep(0.15) or [1.0, 1.0])
     assert not Rewards((slow,), timeout=0.1)(["a", "b"], ROWS).failures  # the limit is per completion
     assert len(Rewards((slow,), timeout=0.05)(["a", "b"], ROWS).failures) == 2
+    assert task_of(TrainConfig(reward_timeout=9.0)).rewards.timeout == 9.0
 
 
 def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:

@@ -307,9 +307,9 @@ def clipped(u: Tensor, advantages: Tensor, lp: Tensor, o: Any) -> tuple[Tensor, 
     if o.surrogate == "gmpo":
         return negative & (u < -o.clip_low), positive & (u > o.clip_high)
     if o.surrogate in DIVERGENCES:
-        d, old = divergence(o.surrogate, lp, u), (lp - u).clamp(max=0)
-        falls, rises = lp.clamp(max=0) < old, lp.clamp(max=0) > old
-        return negative & falls & (d > o.clip_low), positive & rises & (d > o.clip_high)
+        d = divergence(o.surrogate, lp, u)
+        change = lp.clamp(max=0) - (lp - u).clamp(max=0)
+        return negative & (change < 0) & (d > o.clip_low), positive & (change > 0) & (d > o.clip_high)
     never = torch.zeros_like(positive)
     if o.surrogate == "topr":
         return never, negative & (u > 0)

@@ -419,7 +419,8 @@ def _log_ratios(case: Case, lp: Tensor, lengths: Tensor, randn: Any, rand: Any) 
     o, mask = case.objective, case.mask
     if o.surrogate in DIVERGENCES:  # if possible, every other token has a divergence between the bounds
         u = randn(64, *mask.shape) * 10 ** (0.2 - 4 * rand(64, *mask.shape))
-        d, margin = divergence(o.surrogate, lp, u), (o.clip_high - o.clip_low) / 5
+        d = divergence(o.surrogate, lp, u)
+        margin = (o.clip_high - o.clip_low) / 5
         fits = (d > o.clip_low + margin) & (d < o.clip_high - margin)
         chosen = u.gather(0, fits.double().argmax(0)[None])[0]
         return torch.where(fits.any(0) & (rand(*mask.shape) < 0.5), chosen, 1.5 * randn(*mask.shape))

@@ -679,7 +679,7 @@ def test_arguments_that_do_not_fit_together_are_named(name: str, message: str, c
     assert re.search(" must be .+, got ", str(caught.value))
 
 
-# -- the ends of ranges
+# -- the last value that is accepted, and the first that is refused
 
 
 def above(x: float) -> float:
@@ -690,7 +690,7 @@ def below(x: float) -> float:
     return math.nextafter(x, -INF)
 
 
-# call, argument, a value at the end of the range, the next value, other changes
+# call, argument, the last accepted value, the first refused value, other changes
 ENDS: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("gspo_fused_loss", "gradient_budget", below(1.0), 1.0, {}),
     ("gspo_fused_loss", "vocab_size", V, V + 1, {}),

@@ -138,5 +138,5 @@ def test_the_bound_of_the_default_counts_the_copies_of_autocast() -> None:
     ours = 4 * h * (n + v) + 2 * h * n + 4 * n * -(-v // 128) + 256 * MIB
     assert memory.largest_default_cache(head, needs, "triton", 4) == 2 * h * n + 6 * h * v - ours
     # Without a gradient of the weight there is no such copy. TRL's head casts only parts of the weight, so it takes
-    # less memory than ours, which leaves no room for a cache.
+    # less memory than ours, and the bound leaves no room for a cache.
     assert memory.largest_default_cache(head, needs._replace(weight=False), "triton", 4) == 1

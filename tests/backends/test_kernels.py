@@ -113,7 +113,7 @@ def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
 
 @pytest.mark.slow
 def test_sums_of_pairs_past_two_to_the_31_are_written() -> None:
-    """The last group's row is at 2^31. It is the only group with a pair."""
+    """Only the last group has a pair. Its row begins 2^31 elements into the output."""
     groups, width = 2049, 2**20
     begin = torch.zeros(groups + 1, dtype=torch.int64)
     begin[-1] = 1
@@ -121,7 +121,7 @@ def test_sums_of_pairs_past_two_to_the_31_are_written() -> None:
     with launches() as seen:
         triton_backend.pair_sums(torch.ones(1), torch.full((1, 1), 3.0), zero, Groups(None, begin, None), groups)
     assert (groups - 1) * width == 2**31
-    # Only touched pages take memory. An offset that overflows writes to the first half.
+    # Only pages that are written take memory. If the offset overflows, the kernel writes to the first half instead.
     out = torch.empty(2 * groups, width, dtype=torch.float16)[groups:]
     relaunch(seen, "sum_pairs", out=out, width=width, stride_matrix_column=0, BLOCK_P=1, BLOCK_H=width)
     assert (out[-1] == 3.0).all()

@@ -407,7 +407,7 @@ def _objective(row: Mapping[str, Any]) -> Objective:
 
 
 def divergence(surrogate: str, lp: Tensor, log_ratio: Tensor) -> Tensor:
-    """Compute the divergence of DPPO between the sampled token's old and new probabilities."""
+    """Compute DPPO's divergence between the old and the new probability of the sampled token."""
     p, q = lp.clamp(max=0).exp(), (lp - log_ratio).clamp(max=0).exp()
     if surrogate == "dppo_kl":
         return torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
@@ -417,7 +417,7 @@ def divergence(surrogate: str, lp: Tensor, log_ratio: Tensor) -> Tensor:
 def _log_ratios(case: Case, lp: Tensor, lengths: Tensor, randn: Any, rand: Any) -> Tensor:
     """Return token log-ratios [B, T], on both sides of the bounds of the window."""
     o, mask = case.objective, case.mask
-    if o.surrogate in DIVERGENCES:  # if possible, every other token has a divergence between the bounds
+    if o.surrogate in DIVERGENCES:  # about half of the divergences are between the two bounds
         u = randn(64, *mask.shape) * 10 ** (0.2 - 4 * rand(64, *mask.shape))
         d = divergence(o.surrogate, lp, u)
         margin = (o.clip_high - o.clip_low) / 5

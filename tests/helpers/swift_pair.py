@@ -20,7 +20,7 @@ class Pair(GRPOTrainer):
     ours = True  # False while ms-swift's own loss is computed
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
-        # A random model's answers are almost all truncated, and would leave no gradient.
+        # A random model rarely ends an answer. If ms-swift masked all truncated ones, no gradient would be left.
         grpo_batch.truncated_mask = torch.arange(len(grpo_batch.completion_mask)) == 1
         compute = {
             "ours": lambda: GSPOTrainer._compute_loss_and_metrics.__get__(self, Pair)(model, model_inputs, grpo_batch),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs
+from helpers.features import divergence
 from helpers.marks import slow
 from tolerance import (
     DIVERGENCE_BAND,
@@ -200,13 +201,11 @@ def test_tokens_that_leave_the_trust_region_of_dppo_are_those_of_float64(
     (grad,) = torch.autograd.grad(out.loss * true_lp.numel(), leaf)
     ours = ~grad.any(-1)  # [sequences, length]
     p, q = true_lp.exp(), old.double().clamp(max=0).exp()
-    divergence = (p - q).abs()
-    if surrogate == "dppo_kl":
-        divergence = torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
+    size = divergence(surrogate, true_lp, true_lp - old.double())
     a = advantages[:, None]
     bound = torch.where(a > 0, objective.clip_high, objective.clip_low)
-    truth = (divergence > bound) & torch.where(a > 0, p > q, p < q)
-    clear = (divergence - bound).abs() > DIVERGENCE_BAND
+    truth = (size > bound) & torch.where(a > 0, p > q, p < q)
+    clear = (size - bound).abs() > DIVERGENCE_BAND
     # A probability of almost 1 has almost no gradient, so only tokens below it are compared.
     clear &= 1 - p > 1e-3
     assert clear.double().mean() > 0.5 and 0.05 < truth[clear].double().mean() < 0.5

@@ -595,6 +595,15 @@ def test_every_line_of_the_table_is_used() -> None:
 
 # -- arguments that do not fit together, other than the bans of tests/math/test_array.py
 
+
+def above(x: float) -> float:
+    return math.nextafter(x, INF)
+
+
+def below(x: float) -> float:
+    return math.nextafter(x, -INF)
+
+
 C = torch.tensor
 VESPO: dict[str, Any] = {"surrogate": "vespo", "ratio": "sequence-product", "rollout_correction": None}
 TWICE = SETS.ids[::2].repeat_interleave(2)
@@ -648,6 +657,9 @@ TOGETHER: list[tuple[str, str, dict[str, Any]]] = [
         ("or listed in divisors ({'mine': 'tokens'}", [{"mine": 1.0}]), ("keys, got 1", [{1: 1}]),
         ("a list of metrics, got a dict", {"tokens": 1}),
     )),
+    ("gdpo_advantages, ids", "rewards must be", {"rewards": torch.ones(4, 0)}),
+    ("KeptSets.from_logits", "logits must be", {"logits": torch.full((B, T, V), -INF)}),
+    ("combine", "divisors['mine'] must be", {"divisors": {"mine": "effective_sample_size"}}),
     ("combine", "tokens in parts must be", {"parts": [{"tokens": torch.ones(2)}], "divisors": None}),
     *(("combine", f"divisors{text}", {"divisors": x}) for text, x in (
         ("['mine'] must be the name of a sum in parts, one of tokens", {"mine": "token"}),
@@ -661,6 +673,9 @@ TOGETHER: list[tuple[str, str, dict[str, Any]]] = [
         ("clip_low must be .* <= 1", {"surrogate": "cispo", "clip_low": 1.5}),
         ("clip_low must be .* >= 0", {"surrogate": "gmpo", "clip_low": -0.1}),
         ("vespo_k_pos must be .*exp(80)", {**VESPO, "vespo_k_pos": 50, "vespo_lambda_pos": 1}),
+        ("vespo_k_neg must be .*exp(80)", {**VESPO, "vespo_k_neg": 50, "vespo_lambda_neg": 1}),
+        ("vespo_k_pos must be .*exp(80)", {**VESPO, "vespo_k_pos": 0, "vespo_lambda_pos": above(80.0)}),
+        ("rollout_correction must be a RolloutCorrection, a tuple of at least one", {"rollout_correction": ()}),
     )),
     ("Objective.preset", "field must be one of .*'clip_low'", {"cliplow": 0.1}),
     *(("GSPOConfig", "epsilon_high must be at least 1 with loss_type='cispo'", {"loss_type": "cispo", **x})
@@ -682,14 +697,6 @@ def test_arguments_that_do_not_fit_together_are_named(name: str, message: str, c
 # -- the last value that is accepted, and the first that is refused
 
 
-def above(x: float) -> float:
-    return math.nextafter(x, INF)
-
-
-def below(x: float) -> float:
-    return math.nextafter(x, -INF)
-
-
 # call, argument, the last accepted value, the first refused value, other changes
 ENDS: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("gspo_fused_loss", "gradient_budget", below(1.0), 1.0, {}),
@@ -707,6 +714,9 @@ ENDS: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("RolloutCorrection", "low", 0.0, below(0.0), {}),
     ("Objective", "clip_low", below(1.0), 1.0, {}),
     ("Objective", "clip_low", 1.0, above(1.0), {"surrogate": "cispo", **CLIP}),
+    ("Objective", "clip_low", INF, below(0.0), {"surrogate": "dppo_kl", "ratio": "token", **CLIP}),
+    ("Objective", "clip_low", 1.5, below(0.0), {"surrogate": "gmpo", "ratio": "sequence", **CLIP}),
+    ("Objective", "vespo_k_pos", 0.0, 300.0, {**VESPO, **CLIP, "vespo_lambda_pos": 80.0}),
     ("Objective", "dual_clip", above(1.0), 1.0, {}),
     ("Objective", "delta", above(1 + 4e-4), 1 + 4e-4, {}),
     ("Objective", "kl_coef", 0.0, below(0.0), {}),

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.self_check import samples, verdict
+from gspo_kernels.backends.torch import policy_forward
 from gspo_kernels.tools.cli import app
 from gspo_kernels.tools.doctor import diagnosis, packages
 from gspo_kernels.tools.doctor.checks import CPU, DTYPES, check
@@ -148,9 +149,25 @@ def wrong_backward(change: Any) -> Any:
     return lambda *arguments: tuple(None if g is None else change(g) for g in backward(*arguments))
 
 
+def wrong_loss(*arguments: Any) -> Any:
+    result = policy_forward(*arguments)
+    return result._replace(loss=result.loss + 0.01)
+
+
+def only_of_hidden(g: Any) -> Any:
+    return g if g.shape[0] == samples.VOCAB else g * 1.1
+
+
 FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # function, its replacement, wrong output, dtypes that detect it
     "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
     "log-probs off by 1e-4": ("forward_and_cache", wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
+    "hidden states' gradients 10 % too large": (
+        "head_backward",
+        wrong_backward(only_of_hidden),
+        "d_hidden",
+        set(DTYPES),
+    ),
+    "loss off by 0.01": ("policy_forward", wrong_loss, "loss", set(DTYPES)),
 }
 
 

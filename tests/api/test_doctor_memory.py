@@ -87,6 +87,26 @@ def test_a_frozen_head_saves_a_pass_with_every_cache(frozen: bool) -> None:
         assert size.passes == 1 + (1 if frozen else 2) + 1 - size.kept_rows
 
 
+def test_a_small_batch_has_no_cache_by_default() -> None:
+    """A MiB would be more than the loss saves."""
+    plan = memory.plan(memory.Batch(64, 64, 1000), torch.bfloat16, "sm_90")
+    assert [size.cache_mib for size in plan.defaults.values()] == [0] * len(memory.MEMORY_GIB)
+
+
+def test_the_report_of_a_frozen_head() -> None:
+    arguments = ("--memory", BATCH, "--architecture", "sm_90", "--lora")
+    report = json.loads(run("--json", *arguments)[1])
+    assert report["sizes"][-1]["passes"] == 2
+    assert report["stock_mib"] == memory.trl_head_bytes(N, H, V, 2, True) / MIB
+    assert report["inputs_mib"] == {"hidden": 2 * N * H / MIB, "weight": 2 * V * H / MIB}
+    with FakeTensorMode(), tuning.assume("sm_90"):
+        bound = memory.bound(memory.Batch(N, H, V).head(torch.bfloat16), "triton", 0, frozen=True)
+    assert report["bound_mib"]["gradients"] == bound.gradients / MIB
+    out = run(*arguments)[1]
+    assert f"a GPU: {report['stock_mib']:,.0f} MiB, 3.00 passes" in out
+    assert f"without a cache: at most {bound.peak / MIB:,.0f} MiB, 3.00 passes" in out
+
+
 LLAMA = ("--memory", "32768,4096,128256", "--architecture", "sm_90")
 
 

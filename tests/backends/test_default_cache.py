@@ -130,6 +130,35 @@ def test_the_default_takes_no_more_memory_than_what_it_replaces(
     assert not any(kept_rows) or dtype == torch.float32 or not frozen
 
 
+def test_full_logits_take_three_copies_or_the_gradients_of_the_operands() -> None:
+    assert memory.full_logits_bytes(10, 4, 100, 2) == 3 * 2 * 10 * 100
+    assert memory.full_logits_bytes(10, 400, 100, 2) == 2 * (10 * 100 + 400 * (10 + 100))
+    assert memory.full_logits_bytes(10, 400, 100, 2, frozen=True) == 2 * (10 * 100 + 400 * 10)
+
+
+def test_a_sharded_head_replaces_full_logits() -> None:
+    """TRL's head, which often takes less memory than full logits, has no shards."""
+    needs = NeedsGradient(True, True, False, False, False)
+    head = memory.Batch(16_384, 4096, 152_064, tp=2).head(torch.bfloat16, "meta")
+    with tuning.assume("sm_90"):
+        ours = memory.bound(head, "triton", 0, tile_width=memory.NARROWEST_TILE).total
+        full = memory.full_logits_bytes(16_384, 4096, 152_064 // 2, 2)
+        assert memory.largest_default_cache(head, needs, "triton") == full - ours
+
+
+@pytest.mark.parametrize(("autocast", "item"), [(False, 0), (True, 4)])
+def test_the_default_knows_the_bytes_of_the_weight_that_autocast_casts(
+    autocast: bool, item: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(workspace, "cache_of_device", lambda device: 1)
+    monkeypatch.setattr(memory, "largest_default_cache", lambda *head: seen.append(head[-1]) or MIB)
+    head = head_rows(6, 8, 20)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        linear_log_probs(head.hidden.requires_grad_(), head.weight, head.target_ids, backend="torch")
+    assert seen == [item]
+
+
 def test_the_bound_of_the_default_counts_the_copies_of_autocast() -> None:
     """Both casts of operands count, and autograd's fp32 copy of the weight's gradient, which is the peak here."""
     n, h, v = 5001, 2880, 200_000

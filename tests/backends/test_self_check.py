@@ -64,6 +64,8 @@ DETECTED = {
     "chunks overwrite each other": "gradient_tile",
     "sums of earlier parts overwritten": "hidden_product",
     "rows beyond the last in a cell not zero": "weight_product",
+    "only the last pairs of a group are summed": "sum_pairs",
+    "the low parts of a split head are 0": "forward_tile",
 }
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gspo_kernels import policy_loss
 from gspo_kernels.integrations import megatron
-from gspo_kernels.integrations.megatron import Targets, output_processor
+from gspo_kernels.integrations.megatron import Targets, output_layer, output_processor
 
 WORLD, DEADLINE = 4, 300.0  # seconds
 TIMEOUT = datetime.timedelta(seconds=DEADLINE)
@@ -96,13 +96,17 @@ for _tied in (False, True):
         def _tp(tied: bool = _tied, sequence_parallel: bool = _sequence_parallel) -> None:
             model = make(tied, sequence_parallel)
             inputs, targets, mask = batch()
-            for columns in (PADDED, VOCAB):
-                options: dict[str, Any] = {"mask": mask, "temperature": 0.7, "vocab_size": columns, "entropy": True}
-                out = model_log_probs(model, targets, **options, **inputs)
+            per_token = torch.linspace(0.5, 1.5, B * S).view(B, S).double()
+            for columns, temperature in ((PADDED, 0.7), (VOCAB, per_token)):
+                options: dict[str, Any] = {"vocab_size": columns, "temperature": temperature, "entropy": True}
+                out = model_log_probs(model, targets, mask=mask, **options, **inputs)
                 weighted(out.log_probs, out.entropy, mask).backward()
                 ours = gradients(model)
-                logits = model(**inputs, runtime_gather_output=True)
-                log_probs, entropy = of_logits(logits, targets, 0.7, columns)
+                logits = (
+                    model(**inputs, runtime_gather_output=True)
+                    / torch.as_tensor(temperature, dtype=torch.float64).expand(B, S)[..., None]
+                )
+                log_probs, entropy = of_logits(logits, targets, 1.0, columns)
                 weighted(log_probs, entropy, mask).backward()
                 assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
                 pair = {"log_probs": out.log_probs[mask], "entropy": out.entropy[mask]}
@@ -237,6 +241,15 @@ for _sequence_parallel in (False, True):
         context = Targets(targets, mask)
         out = make(kind=WithProcessor)(**inputs, output_processor=output_processor, output_processor_context=context)
         assert out.log_probs.shape == (B, S) and out.entropy is None
+        options: dict[str, Any] = {"gradient_budget": 1e-3, "cache_mib": 2.0, "backend": "torch"}
+        assert options.items() <= passed_to_head(lambda: model_log_probs(model, targets, **options, **inputs)).items()
+
+
+def passed_to_head(run: Callable[[], Any]) -> dict[str, Any]:
+    """Return the keywords of the call of `linear_log_probs` that `run` makes."""
+    with mock.patch.object(output_layer, "linear_log_probs", wraps=output_layer.linear_log_probs) as called:
+        run()
+    return called.call_args.kwargs
 
 
 def refused(text: str, error: type[Exception], run: Callable[[], Any]) -> None:

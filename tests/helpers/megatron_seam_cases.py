@@ -65,11 +65,11 @@ def _nemo_rl() -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     own = hidden.detach().chunk(2)[rank].clone().requires_grad_()
     before = ids.clone()
-    out = nemo_rl.log_probs(own, shard, None, ids, *bounds, group, cp_group=None, chunk_size=2)
+    out = nemo_rl.log_probs(own, shard, None, ids, *bounds, group, cp_group=None, chunk_size=2, vocab_size=VOCAB)
     everything = torch.ones(B, S - 1, dtype=torch.bool)
     weighted(out, None, everything).backward()
     logits = (hidden @ weight.t()).transpose(0, 1)[:, :-1]
-    truth, _ = of_logits(logits, ids[:, 1:], 1.0, PADDED)
+    truth, _ = of_logits(logits, ids[:, 1:], 1.0, VOCAB)
     weighted(truth, None, everything).backward()
     assert hidden.grad is not None and weight.grad is not None and own.grad is not None and shard.grad is not None
     assert_equal(log_probs=(out, truth), hidden=(own.grad, hidden.grad.chunk(2)[rank]))
@@ -130,12 +130,12 @@ for _padding in (0, 3):
         rank = dist.get_rank(cp)
         mine = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])][rank]  # S = 8 in four parts
         own = hidden.detach().transpose(0, 1)[:, mine].clone().requires_grad_()
-        options: dict[str, Any] = {"cp_group": cp, "temperature": 0.7, "fused_backend": "triton"}
+        options: dict[str, Any] = {"cp_group": cp, "temperature": 0.7, "fused_backend": "triton", "vocab_size": VOCAB}
         out = skyrl.log_probs(own, shard, ids, *bounds, tp, **options)
         everything = torch.ones(B, S - padding - 1, dtype=torch.bool)
         weighted(out, None, everything).backward()  # on both ranks of cp, so all gradients are twice the truth
         logits = (hidden @ weight.t()).transpose(0, 1)[:, : S - padding - 1]
-        truth, _ = of_logits(logits, ids[:, 1:], 0.7, PADDED)
+        truth, _ = of_logits(logits, ids[:, 1:], 0.7, VOCAB)
         (2 * weighted(truth, None, everything)).backward()
         assert hidden.grad is not None and weight.grad is not None
         assert_equal(log_probs=(out, truth), weight=(summed(shard.grad, cp), weight.grad[slice(*bounds)]))
@@ -205,7 +205,7 @@ for _tied in (False, True):
             offsets = [torch.tensor([0, 0, 2, 3]), torch.tensor([0, 2])]
             fakes = fakes_of_slime(lambda **_: make(tied, sequence_parallel))
             with mock.patch.dict(sys.modules, fakes):
-                slime.head(SLIME_ARGS)
+                slime.head(SLIME_ARGS, vocab_size=VOCAB)
                 build = fakes[f"{SLIME}.model"].get_model_provider_func(SLIME_ARGS, "actor")
                 model = build(pre_process=True, post_process=True)
                 hidden = model(**one)
@@ -227,14 +227,14 @@ for _tied in (False, True):
             weighted(log_probs[None], entropy[None], everything).backward()
             ours = gradients(model)
             logits = critic(**one, runtime_gather_output=True)[:, rows]
-            truth, true_entropy = of_logits(logits, ids[rows + 1][None], 0.7, PADDED)
+            truth, true_entropy = of_logits(logits, ids[rows + 1][None], 0.7, VOCAB)
             weighted(truth, true_entropy, everything).backward()
             assert_close(ours, gradients(critic), SHARDED_GRADIENT_RELATIVE)
             assert_equal(log_probs=(log_probs, truth[0]), entropy=(entropy, true_entropy[0]))
             kept = torch.zeros(4, PADDED, dtype=torch.bool).scatter(1, ids[rows + 1][:, None], True)
             kept[0] = kept[1, first[:2]] = kept[3, second] = True
             of_kept = (logits / 0.7).masked_fill(~kept, -torch.inf)
-            assert_equal(replayed=(replayed, of_logits(of_kept, ids[rows + 1][None], 1.0, PADDED)[0][0]))
+            assert_equal(replayed=(replayed, of_logits(of_kept, ids[rows + 1][None], 1.0, VOCAB)[0][0]))
 
 
 @case("slime's head refused", tensor_model_parallel_size=2)

@@ -156,8 +156,17 @@ def _documented_fsdp(context: Context) -> None:
         scope: dict[str, Any] = one | own | {"model": _model(), "mesh": mesh}
         exec(lines, scope)
         _assert_gradients_equal(scope["model"], one["model"])
+    weight = torch.zeros(52, 16).double()
+
+    def log_probs(weight: Tensor, **options: Any) -> None:
+        linear_log_probs(torch.zeros(1, 1, 16).double(), weight, torch.zeros(1, 1).long(), **options)
+
     with raises("lm_head"):  # outside the model's forward, the weight is sharded over both dimensions
-        linear_log_probs(torch.zeros(1, 1, 16).double(), scope["model"].lm_head.weight, torch.zeros(1, 1).long())
+        log_probs(scope["model"].lm_head.weight)
+    with raises("tp_group", "a device mesh of one dimension", "2 dimensions"):
+        log_probs(weight, tp_group=mesh)
+    with raises("tp_group", "None or the group of the DTensor lm_head"):
+        log_probs(distribute_tensor(weight, mesh["tp"], [Shard(0)]), tp_group=mesh["dp"])
 
 
 @case("documented lines of CP", 4)

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.megatron_cases import WithProcessor, assert_close, gradients, of_logits, refused, weighted
+from helpers.megatron_cases import (
+    WithProcessor,
+    assert_close,
+    gradients,
+    of_logits,
+    passed_to_head,
+    refused,
+    weighted,
+)
 from helpers.megatron_models import PADDED, VOCAB, batch, make, run_without_gpu
 from helpers.megatron_seam_cases import assert_equal, operands, shard_of, summed
 from helpers.pages import VERL_MEGATRON_LINES
@@ -74,6 +82,9 @@ def check_fused_output_processor(sequence_parallel: bool) -> None:
     weighted(log_probs[0], entropy[0], mask[0]).backward()
     assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
     assert_equal(log_probs=(out.log_probs, log_probs[0]), entropy=(out.entropy, entropy[0]))
+    options = {"gradient_budget": 1e-3, "cache_mib": 2.0, "backend": "torch"}
+    processor["output_processor_context"] = SimpleNamespace(temperature=0.7, **options)
+    assert options.items() <= passed_to_head(lambda: model(**one, labels=targets[:1], **processor)).items()
 
 
 def check_verls_forward() -> None:

@@ -17,7 +17,8 @@ from helpers.second_device import SECOND, SecondDevice
 from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
-from gspo_kernels import gspo_fused_loss, linear_log_probs
+from gspo_kernels import KeptSets, gspo_fused_loss, linear_log_probs
+from gspo_kernels.distillation import linear_top_k
 from gspo_kernels.integrations.huggingface import (
     HeadError,
     HeadOutput,
@@ -430,8 +431,17 @@ def test_models_prepared_by_accelerate_are_fused_and_unwrapped(monkeypatch: pyte
 def test_a_device_map_moves_tensors_to_the_head_and_results_back() -> None:
     accelerate = pytest.importorskip("accelerate")
 
-    def run(device: torch.device) -> tuple[Any, dict[str, Tensor]]:
-        """Return the loss's output and all gradients, with the head on `device` and the body on the CPU."""
+    def of_ids(hidden: Tensor, lm_head: Any, **options: Any) -> list[Any]:
+        ids = batch()[0]["input_ids"]  # [3, 9]
+        pairs = torch.stack([ids, (ids + 1) % 96], -1)
+        return [
+            linear_log_probs(hidden, lm_head, ids, kept_sets=KeptSets.from_padded(pairs, fill=-1), **options).log_probs,
+            linear_log_probs(hidden, lm_head, ids, extra_ids=pairs, **options).extra_log_probs,
+            *linear_top_k(hidden, lm_head, 3, **options),
+        ]
+
+    def run(device: torch.device) -> tuple[list[Any], dict[str, Tensor]]:
+        """Return the outputs of functions and the loss's gradients, with the head on `device` and the body on the CPU."""
         model = adapted("modules_to_save")
         head = model.get_output_embeddings().to(device)
         hook = accelerate.hooks.AlignDevicesHook(execution_device=device, io_same_device=True)
@@ -440,13 +450,15 @@ def test_a_device_map_moves_tensors_to_the_head_and_results_back() -> None:
         fused = fuse_head(model)
         out = fused_loss(model, torch.full((3, 8), -4.0, dtype=torch.float64)).result
         out.loss.backward()
+        with torch.no_grad():
+            of_head = model(**batch()[0], use_cache=False, with_head=of_ids).result
         fused.remove()
-        return out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return [*out[:-1], *of_head], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     expected, expected_gradients = run(torch.device("cpu"))
     with SecondDevice():
         out, gradients = run(SECOND)
-        for got, value in zip(out[:-1], expected[:-1], strict=True):
+        for got, value in zip(out, expected, strict=True):
             assert got is value is None or got.device == torch.device("cpu")
             torch.testing.assert_close(got, value)
         for n, gradient in gradients.items():

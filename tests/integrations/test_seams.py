@@ -240,12 +240,17 @@ TOKENS: dict[str, Any] = {"clip_low": 0.02, "clip_high": 0.02, "dual_clip": None
         (Objective(**TERMS), FLAGS),
         (Objective(**TERMS), {**FLAGS, "use_rollout_logprobs": True}),
         (Objective(**TERMS, kl_estimator="unbiased"), {**FLAGS, "use_unbiased_kl": True}),
+        (Objective(**TERMS, kl_estimator="k2"), {**FLAGS, "kl_loss_type": "k2"}),
+        (
+            Objective(ratio="token", surrogate="cispo", **{**TERMS, **TOKENS}),
+            {**FLAGS, "eps_clip": 0.02, "eps_clip_high": 0.02, "eps_clip_c": None},
+        ),
         (
             Objective(ratio="token", **{**TERMS, **TOKENS}),
             {**FLAGS, "eps_clip": 0.02, "eps_clip_high": 0.02, "eps_clip_c": None},
         ),
     ],
-    ids=["gspo", "KL and entropy", "old log-probs of the engine", "unbiased KL", "token ratios"],
+    ids=["gspo", "KL and entropy", "old log-probs of the engine", "unbiased KL", "k2", "cispo", "token ratios"],
 )
 def test_slimes_loss_and_metrics_are_its_sums_of_sample_means(
     objective: Objective, flags: dict[str, Any], batch: Rollout, slime_loss: None
@@ -263,14 +268,19 @@ def test_slimes_loss_and_metrics_are_its_sums_of_sample_means(
         a = per_token(b)
         ratio = (lp - old).exp() if objective.ratio == "token" else sequence_ratio(lp, old, b)
         pg = clipped(ratio, b, objective.clip_low, objective.clip_high)
+        outside = worse(ratio, b, objective.clip_low, objective.clip_high)
+        if objective.surrogate == "cispo":
+            bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high).detach()
+            pg, outside = -bounded * a * lp, bounded != ratio
         if objective.dual_clip is not None:
             pg = torch.where(a < 0, torch.min(pg, -objective.dual_clip * a), pg)
-        kl = k3(lp, b.ref) * ((lp - old).exp() if flags.get("use_unbiased_kl") else 1)
+        kl = (lp - b.ref).square() / 2 if objective.kl_estimator == "k2" else k3(lp, b.ref)
+        kl = kl * (lp - old).exp() if flags.get("use_unbiased_kl") else kl
         return {
             "loss": mean(pg) - objective.entropy_coef * mean(lp.square()) + objective.kl_coef * mean(kl),
             "pg_loss": mean(pg),
             "entropy_loss": mean(lp.square()),
-            "pg_clipfrac": mean(worse(ratio, b, objective.clip_low, objective.clip_high).double()),
+            "pg_clipfrac": mean(outside.double()),
             "ppo_kl": mean(old - lp),
             "train_rollout_logprob_abs_diff": mean(((lp if of_engine else old) - engine(b)).abs()),
             "opd_reverse_kl": mean(b.old - b.ref),
@@ -434,6 +444,12 @@ def step_of_prime_rl(parts: list[Rollout]) -> dict[str, float]:
     shown = {name: x.mean().item() for name, x in values.items()}
     extremes = {"gspo/ratio_min": values["gspo/ratio_min"].min(), "gspo/ratio_max": values["gspo/ratio_max"].max()}
     return {**shown, **{name: x.item() for name, x in extremes.items()}}
+
+
+def test_positions_of_skyrls_context_parallel_ranks() -> None:
+    """Megatron's order: of 2 CP equal parts, rank r has parts r and 2 CP - 1 - r."""
+    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert skyrl._order(16, 4).tolist() == expected
 
 
 def step_of_slime(parts: list[Rollout]) -> dict[str, float]:

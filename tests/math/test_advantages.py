@@ -136,7 +136,7 @@ def test_outliers_follow_the_formula(name: str, sign: int, dtype: torch.dtype) -
     torch.testing.assert_close(ours.double(), expected, rtol=relative, atol=0)
 
 
-@pytest.mark.parametrize("name", ["TRL", "NeMo RL"])
+@pytest.mark.parametrize("name", ["TRL", "NeMo RL", "StateSet"])
 @given(
     rows=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, -3.0]), min_size=3, max_size=3), min_size=1, max_size=12),
     data=st.data(),
@@ -202,13 +202,15 @@ def test_whitened_advantages_weigh_by_tokens() -> None:
     expected = torch.zeros(3, 4, dtype=torch.float64)
     expected[0, :3], expected[1, 0] = (1 - mean) / math.sqrt(var + 1e-8), (-2 - mean) / math.sqrt(var + 1e-8)
     close(whitened(advantages, mask), expected)
-    close(whitened(advantages[:, None].expand(3, 4), mask), expected)
+    for same in (advantages[:, None], advantages[:, None].expand(3, 4)):
+        close(whitened(same, mask), expected)
     scaled = whitened(advantages, mask, shift=False)
     close(scaled, torch.where(mask != 0, expected + mean, 0))  # as ROLL's and verl's shift_mean=False
     bad = torch.full((3, 4), torch.nan).double().masked_scatter(mask != 0, torch.tensor(tokens).double())
     close(whitened(bad, mask), expected)  # masked tokens are not read
     assert not whitened(advantages, torch.zeros(3, 4)).any()
     assert whitened(torch.ones(2), torch.ones(2, 3), eps=0.0).eq(0).all()
+    assert whitened(torch.ones(1), torch.tensor([[1, 0]])).eq(0).all()  # one token has no deviation
     assert whitened(torch.ones(2), torch.ones(2, 3), shift=False).eq(1).all()
 
 

@@ -46,3 +46,8 @@ def test_masked_shares_combine() -> None:
     assert 0 < undivided["masked_share"] < 1
     for name, value in combine(parts).items():
         torch.testing.assert_close(value, undivided[name], rtol=FLOAT64_RELATIVE, atol=0)
+
+
+def test_the_combined_count_of_invalid_values_is_an_integer() -> None:
+    combined = combine([{"invalid": torch.tensor(2)}, {"invalid": torch.tensor(3)}])["invalid"]
+    assert combined == 5 and combined.dtype == torch.int64

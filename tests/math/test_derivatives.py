@@ -6,13 +6,14 @@ an error that names the function and what to use instead.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers.array import arguments_of, of_function
+from helpers.array import arguments_of, leaves_of, of_function
 from helpers.device import on_device, to_device
 from helpers.features import make
 from tolerance import FLOAT64_RELATIVE
@@ -61,6 +62,20 @@ def oracle(tensors: dict[str, Any]) -> Tensor:
     tensors = dict(tensors)
     tensors["weight"] = tensors.pop("lm_head")
     return reference.gspo_reference_loss(**tensors, objective=OBJECTIVE).loss
+
+
+def test_the_oracle_takes_the_options_of_the_fused_loss() -> None:
+    """Whoever needs second derivatives uses `gspo_reference_loss` instead, with the same arguments."""
+    case = make(
+        "dtype=fp64 bias=argument logit_scale=0.6 logit_softcap=5.0 vocab_size=padded ratio=token kl=term "
+        "kl_aggregation=token-mean kl_ratio_factor=True normalizer=number kl_normalizer=number"
+    )
+    given = arguments_of(case, leaves_of(case))
+    ours = gspo_fused_loss(**given)
+    names = inspect.signature(reference.gspo_reference_loss).parameters
+    truth = reference.gspo_reference_loss(weight=given["lm_head"], **{k: x for k, x in given.items() if k in names})
+    assert_equal(ours.loss.detach(), truth.loss.detach())
+    assert_equal(ours.log_ratio, truth.log_ratio.detach())
 
 
 def of_first(name: str, backend: str, seed: int = 0) -> tuple[Callable[[Tensor], Tensor], Tensor]:

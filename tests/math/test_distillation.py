@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -249,6 +250,10 @@ def test_a_divergence_without_gradient_is_pointed_out(monkeypatch: pytest.Monkey
     log_p = torch.tensor([[[-1.0, -2.0]]])
     with pytest.warns(UserWarning, match="As an advantage, its expected gradient is 0"):
         topk_divergence(log_p, log_p, kind="forward", tail="drop")
+    monkeypatch.setattr(validation, "_warned", set())
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        topk_divergence(log_p, log_p, kind="forward", tail="drop")  # a metric
     leaf = log_p.clone().requires_grad_()
     divergence = topk_divergence(leaf, log_p, kind="forward", tail="drop")
     with pytest.warns(UserWarning, match="policy_loss: advantages have a gradient"):

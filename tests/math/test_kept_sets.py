@@ -127,7 +127,7 @@ def test_layouts_of_engines_and_trainers(answers: list[Any], fill: int, empty: s
     assert_sets(lists.including(torch.tensor(targets, dtype=torch.long).view(shape[:2])), with_targets, empty)
 
 
-@pytest.mark.parametrize("top_k", [None, 5])
+@pytest.mark.parametrize("top_k", [None, 5, 99])
 @pytest.mark.parametrize("top_p", [1.0, 0.75])
 @pytest.mark.parametrize("min_p", [0.0, 0.1])
 def test_sets_of_logits_are_those_of_transformers(top_k: int | None, top_p: float, min_p: float) -> None:
@@ -158,13 +158,14 @@ def test_old_log_probs_over_the_vocabulary_are_warned_of_once(monkeypatch: pytes
     sets = KeptSets.from_lists([[[i, i + 1], [i + 1], [i + 2, 19], [i + 3, 19]] for i in (0, 4)])
     mask = torch.ones(2, 4, dtype=torch.bool)
 
-    def loss(kept_sets: KeptSets | None, **options: Any) -> None:
-        old = linear_log_probs(hidden, weight, ids, kept_sets=kept_sets).log_probs
+    def loss(kept_sets: KeptSets | None, rounding: float = 0.0, **options: Any) -> None:
+        old = linear_log_probs(hidden, weight, ids, kept_sets=kept_sets).log_probs - rounding
         gspo_fused_loss(hidden, weight, ids, torch.ones(2), old_log_probs=old, kept_sets=sets, **options)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(sets)
+        loss(sets, rounding=9e-4)
         mask[:, 1] = False
         loss(None, mask=mask)
     with pytest.warns(UserWarning, match="gspo_fused_loss: old_log_probs .* over the vocabulary") as caught:

@@ -132,6 +132,19 @@ def test_every_preset_has_a_formula() -> None:
     assert FORMULAS.keys() == PRESETS.keys()
 
 
+PPO = (0.2, 0.2)
+WINDOWS = {  # clip_low and clip_high of each preset that clips
+    "gspo": (3e-4, 4e-4), "gspo-token": (3e-4, 4e-4), "luspo": (2e-3, 2.5e-3), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4),
+    "grpo": PPO, "bnpo": PPO, "dr_grpo": PPO, "dapo": (0.2, 0.28), "dppo_tv": PPO, "dppo_kl": (0.05, 0.05),
+}  # fmt: skip  # a table
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_preset_clips_where_its_source_does(name: str) -> None:
+    o = Objective.preset(name, **({"length_norm": 8} if name == "dr_grpo" else {}))
+    assert (o.clip_low, o.clip_high) == WINDOWS[name]
+
+
 @on_device
 @pytest.mark.parametrize("name", PRESETS)
 @triton_is_slow
@@ -284,6 +297,8 @@ def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 WARNED: dict[str, tuple[str, dict[str, Any]]] = {
     "LUSPO": ("gspo-token", {"aggregation": "seq-mean-token-sum"}),  # ratios weighted by length
     "clip_low=0.2, clip_high=0.27": ("luspo", {"clip_low": 0.2, "clip_high": 0.27}),  # a window for tokens
+    "clip_low=0.04, clip_high=0.0004": ("gspo", {"clip_low": 0.04}),
+    "clip_low=0.0003, clip_high=0.04": ("gspo", {"clip_high": 0.04}),
 }
 
 
@@ -294,6 +309,12 @@ def test_unusual_settings_of_sequence_ratios_are_warned_of_once(text: str, no_wa
         for _ in range(2):
             Objective.preset(preset, **changes)
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_a_warning_names_the_line_that_makes_the_objective(no_warnings_yet: None) -> None:
+    with pytest.warns(UserWarning, match="LUSPO") as caught:
+        Objective(aggregation="token-mean")
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -327,3 +348,4 @@ def test_intended_settings_do_not_warn(no_warnings_yet: None) -> None:
         for name, changes in PRESETS.items():
             o = Objective.preset(name, **changes)
             ours(rollout(o), o, "torch")  # the operator's copy of the objective does not warn either
+        Objective(clip_low=0.039, clip_high=0.039)

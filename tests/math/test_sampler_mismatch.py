@@ -98,6 +98,20 @@ def test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero(leve
     assert out.loss.isinf() and not gradient.any()
 
 
+@pytest.mark.parametrize("mode", ["mask", "gate"])
+def test_a_ratio_at_a_bound_is_kept(mode: str) -> None:
+    result = importance_weights(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3), mode=mode, low=1.0, high=1.0)
+    assert result.weights.eq(1).all() and result.metrics["bound_share"] == 0
+
+
+def test_token_ratios_are_truncated_at_2_by_default() -> None:
+    """The bound of verl's and TRL's truncated importance sampling."""
+    mask = torch.tensor([[True, False], [True, True]])
+    result = importance_weights(torch.zeros(2, 2), torch.full((2, 2), -9.0), mask)
+    assert result.weights[mask].eq(2).all() and result.metrics["tokens"] == 3
+    assert RolloutCorrection() == RolloutCorrection("token", "truncate", 0.0, 2.0)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_off_policy_mask(packed: bool) -> None:
     inputs = batch(packed)
@@ -112,6 +126,14 @@ def test_the_off_policy_mask(packed: bool) -> None:
     assert 0 < expected.sum() < mask.sum()
     assert torch.equal(result.weights.view(5, 9), expected)
     assert result.metrics["masked_share"].item() == pytest.approx(1 - (expected.sum() / mask.sum()).item())
+    if not packed:
+        column = off_policy_mask(**inputs, advantages=advantages[:, None], threshold=0.05)
+        assert torch.equal(column.weights, expected)
+
+
+def test_an_answer_at_the_threshold_of_the_off_policy_mask_is_kept() -> None:
+    lp = -torch.ones(2, 3)
+    assert off_policy_mask(lp, lp, -torch.ones(2), torch.ones(2, 3), threshold=0.0).weights.eq(1).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])

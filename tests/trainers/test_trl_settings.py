@@ -293,12 +293,16 @@ def test_clip_noise_is_logged_and_training_does_not_change(
         "gspo_kernels.integrations.trl.clip_noise.clip_noise",
         lambda *arguments: (compared.append(arguments), clip_noise(*arguments))[1],
     )
+    rare_steps: list[int] = []
     model, runs = checkpoint(tmp_path / "model"), []
     for measures in (False, True):
         trainer = make_trainer(GSPOTrainer, model, tmp_path, **{**SEQUENCE, **options})
         if measures:
             trainer.add_callback(Snapshots(trainer, taken))
             trainer.add_callback(ClipNoiseCallback(trainer, every=1, answers=2))
+            rare = ClipNoiseCallback(trainer, every=5)
+            trainer.add_callback(rare)
+            monkeypatch.setattr(rare, "_log", lambda *_, trainer=trainer: rare_steps.append(trainer.state.global_step))
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         runs.append((trainer.model.state_dict(), [{k: x for k, x in log.items() if k != "step_time"} for log in logs]))
@@ -307,6 +311,7 @@ def test_clip_noise_is_logged_and_training_does_not_change(
     assert plain == [{k: x for k, x in log.items() if "clip_noise" not in k} for log in measured]
     logged = {log["step"]: log for log in measured if "gspo/clip_noise" in log}
     assert logged.keys() == {4, 8}  # the last update of each rollout
+    assert rare_steps == [3]  # before the fourth update: the rollout of update 5 is too early
     for log in logged.values():
         assert log["gspo/clip_noise"] in (0, 0.5, 1) and (log["gspo/clip_noise_log_ratio"] > 1e-5) != lora
         assert log["gspo/clip_noise"] <= log["gspo/clip_noise_body"] + log["gspo/clip_noise_head"]
@@ -329,6 +334,12 @@ def test_clip_noise_is_logged_and_training_does_not_change(
 
     with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
         ClipNoiseCallback(trainer, every=0)
+    with pytest.raises(ValueError, match="trainer must be a training without images, got pixel_values"):
+        callback._answers({**answers, "pixel_values": mask})
+    trainer.loss_type = "sapo"
+    with pytest.raises(ValueError, match=r"trainer.loss_type must be one of .*, got 'sapo'"):
+        ClipNoiseCallback(trainer)
+    trainer.loss_type = "grpo"
     one_update = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, steps_per_generation=2)
     with pytest.raises(ValueError, match=r"several updates per rollout .* got one update"):
         ClipNoiseCallback(one_update)

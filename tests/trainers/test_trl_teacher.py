@@ -276,6 +276,24 @@ def test_a_teacher_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         accelerate_trainer(made(None, GRPOTrainer))
     with pytest.raises(ValueError, match=r"^GSPOTrainer: teacher_ids must be \[\d, k\] for answer 0, .*, got None$"):
         made(None).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy)
+    for change, message in (
+        (lambda rows: rows[:-1], r"teacher_ids must be \[\d, k\] for answer 0"),
+        (
+            lambda rows: [row[:-1] for row in rows],
+            r"teacher_log_probs must be \[.*, 2\] like teacher_ids, got .*, 3\]",
+        ),
+    ):
+
+        def returns(prompts: list[str], trainer: Any, change: Any = change) -> dict[str, Any]:
+            made = Scored(model)(prompts, trainer)
+            return {**made, "teacher_ids": [change(ids) for ids in made["teacher_ids"]]}
+
+        kind: Any = partial(GSPOTrainer, rollout_func=returns)
+        with pytest.raises(ValueError, match=message):
+            make_trainer(kind, policy, tmp_path, config=GSPOConfig, **OPTIONS).train()
+    with pytest.raises(ValueError, match=r"teacher must be another model than the policy, which it would freeze"):
+        make_trainer(partial(GSPOTrainer, teacher=model), model, tmp_path, config=GSPOConfig, **OPTIONS)
     file = tmp_path / "teacher" / "tokenizer.json"
     file.write_text(file.read_text().replace('"h"', '"i"'))
     with pytest.raises(ValueError, match=r"vocabulary, where 'h' has the id 9, got one where it has no id$"):

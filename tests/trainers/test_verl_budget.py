@@ -124,4 +124,6 @@ def test_the_documented_lines_set_budget_and_cache(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(HFModelConfig, "__post_init__", lambda self: None)  # it loads the model
     model = omega_conf_to_dataclass(config.model)
     assert head_settings(model) == (1e-3, 1024, None)
+    model.fused_kernel_options["head_precision"] = "fp32"
+    assert head_settings(model) == (1e-3, 1024, "fp32")
     assert model.fused_kernel_options["impl_backend"] == "torch" and not model.use_fused_kernels

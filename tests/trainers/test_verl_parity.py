@@ -74,7 +74,7 @@ def config(objective: Objective, aggregation: str, **batch: Any) -> ActorConfig:
         tau_pos=objective.sapo_temperature_pos,
         tau_neg=objective.sapo_temperature_neg,
     )
-    actor.global_batch_info.update(loss_scale_factor=32, **batch)
+    actor.global_batch_info.update({"loss_scale_factor": 32, **batch})
     return actor
 
 
@@ -115,13 +115,17 @@ def test_loss_and_gradient_equal_verls(name: str, weights: bool, backend: str) -
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
-    "aggregation", [SEQUENCES, "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+    ("aggregation", "scale"),
+    [
+        *((x, 32) for x in (SEQUENCES, "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")),
+        ("seq-mean-token-sum-norm", None),  # verl's default: the width of the responses
+    ],
 )
-def test_our_policy_loss_equals_that_of_verls_gspo(aggregation: str, weights: bool) -> None:
+def test_our_policy_loss_equals_that_of_verls_gspo(aggregation: str, scale: int | None, weights: bool) -> None:
     objective = Objective(ratio="sequence-token")
     batch = rollout(objective, weights=weights)
     (value, gradient, _), (expected, expected_gradient, _) = (
-        verl_loss(batch, objective, name, aggregation) for name in ("gspo_kernels", "gspo")
+        verl_loss(batch, objective, name, aggregation, loss_scale_factor=scale) for name in ("gspo_kernels", "gspo")
     )
     assert_agree(batch, (SimpleNamespace(loss=value), gradient), expected, expected_gradient)
     assert not gradient[~batch.mask].any() and not expected_gradient[~batch.mask].any()

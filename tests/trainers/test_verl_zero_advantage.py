@@ -137,5 +137,9 @@ def test_parts_of_a_model_in_which_answers_interact_are_named() -> None:
     assert inexact_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))) is None
     assert inexact_model(nn.Sequential(nn.Dropout(0.1))) == "dropout=0.1 in 0"
     model: Any = nn.Sequential()
-    model.config = SimpleNamespace(vision_config={})
-    assert inexact_model(model) == "a model of images or audio"
+    for tower in ("vision_config", "audio_config"):
+        model.config = SimpleNamespace(**{tower: {}})
+        assert inexact_model(model) == "a model of images or audio"
+    rotary: Any = nn.Identity()
+    rotary.rope_type = "longrope"
+    assert inexact_model(nn.Sequential(rotary)) == "rope_type='longrope'"

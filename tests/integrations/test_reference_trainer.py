@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference_runs import hidden_states, rows_of, small, write_jsonl
+from matplotlib.figure import Figure
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -22,6 +23,7 @@ from gspo_kernels.integrations.reference_trainer import (
     update,
 )
 from gspo_kernels.integrations.reference_trainer.chat import encode
+from gspo_kernels.integrations.reference_trainer.curves import plot_curves
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
@@ -38,6 +40,25 @@ def test_without_matplotlib_there_are_no_curves(tmp_path: Path, monkeypatch: pyt
     with RunFolder(small(tmp_path)) as folder:
         curves, reason = folder.plot()
     assert curves is None and "pip install 'gspo-kernels[train]'" in reason
+
+
+def test_curves_are_moving_averages_and_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = [float(step**2) for step in range(1, 13)]
+    rows: list[dict] = [{"step": i, "reward": x, "clip_fraction": 0, "entropy": 0} for i, x in enumerate(rewards, 1)]
+    rows.insert(0, {"step": 0})
+    for step, (mean, low, high) in {0: (2.0, 1.0, 5.0), 12: (7.0, 4.0, 9.0)}.items():
+        estimate = {"eval_reward": mean, "eval_reward_low": low, "eval_reward_high": high, "eval_reward_prompts": 1}
+        rows[step] |= {**estimate, "eval_rewards": {"total": [mean]}}
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plot_curves([{"seed": 0, **row} for row in rows], tmp_path / "curves.png")
+    each, means, evaluated, *_ = figures[0].axes[0].get_lines()
+    assert each.get_ydata().tolist() == rewards
+    expected = [sum(rewards[:i]) / i for i in range(1, 11)] + [sum(rewards[i : i + 10]) / 10 for i in (1, 2)]
+    assert means.get_ydata().tolist() == pytest.approx(expected) and means.get_xdata().tolist() == [*range(1, 13)]
+    assert (evaluated.get_xdata().tolist(), evaluated.get_ydata().tolist()) == ([0, 12], [2.0, 7.0])
+    (bars,) = figures[0].axes[0].containers[0][2]
+    assert [x.tolist() for x in bars.get_segments()] == [[[0, 1], [0, 5]], [[12, 4], [12, 9]]]
 
 
 # The loop
@@ -91,8 +112,25 @@ def test_the_mask_ends_at_the_first_end_of_sequence_token() -> None:
         assert text == demo.tokenizer.decode([token for token in ids[:length] if token != end])
         lengths.add(length)
     assert len(lengths) > 2
+    assert rollout.truncated.tolist() == [end not in ids for ids in rollout.answer_ids.tolist()]
     assert rollout.attention_mask[:32, : rollout.prompt_width].sum(1).eq(9).all()  # "sort abc:", padded by two
     assert rollout.attention_mask[0, :2].eq(0).all()
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_the_end_token() -> None:
+    demo = policy.demo_policy()
+    demo.tokenizer.pad_token = None
+    padding = policy.make_policy(demo.model, demo.tokenizer)
+    examples = [Example("sort abc:", ""), Example("sort fedcb:", "")]
+    rollout = sample(padding, examples, max_new_tokens=2, temperature=1.0)
+    assert rollout.input_ids[0, :2].tolist() == [demo.tokenizer.eos_token_id] * 2
+    assert rollout.attention_mask[0, :3].tolist() == [0, 0, 1]
+
+
+def test_a_chat_without_a_template_is_joined_by_newlines() -> None:
+    demo = policy.demo_policy("ab \n")
+    messages = [{"role": role, "content": text} for role, text in (("system", "a"), ("user", "b"))]
+    assert encode(demo, [messages]) == encode(demo, ["a\nb"]) != encode(demo, ["a b"])
 
 
 def test_sampling_ignores_the_checkpoints_sampling_defaults(tmp_path: Path) -> None:

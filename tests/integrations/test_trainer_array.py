@@ -300,8 +300,16 @@ def test_runs_of_two_processes_are_right_and_continue_to_the_bit(
     """All rows run in one start of the processes. A folder that another process uses is refused by both."""
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").touch()
+    rows = rows_of_ranks()
     with RunFolder(small(tmp_path, name="used")):
-        run_ranks(rank_main, 2, tmp_path, models, rows_of_ranks(), deadline=1800.0)
+        run_ranks(rank_main, 2, tmp_path, models, rows, deadline=1800.0)
+    row, more = rows[1]
+    options = {**more, "steps": 1, "eval_prompts": 5, "max_new_tokens": 7}
+    alone = rows_of(train(small(tmp_path / "alone", **options), reward=rewards_of(row["rewards"])).folder)
+    together = rows_of(tmp_path / "1" / "whole" / "demo")
+    assert together[0]["eval_rewards"] == alone[0]["eval_rewards"]
+    for name in ("reward", "reward/score", "truncated", "answer_tokens"):  # of answers sampled before any update
+        assert together[1][name] == alone[1][name], name
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

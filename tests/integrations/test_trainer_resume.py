@@ -6,6 +6,7 @@ A run is resumed with the arguments, options and prompts with which it was start
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import re
 import shutil
@@ -29,6 +30,7 @@ from gspo_kernels.integrations.reference_trainer import (
 from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.checkpoints import replacing
 from gspo_kernels.integrations.reference_trainer.report import RunFolder
+from gspo_kernels.integrations.tasks import Example, RewardComponent, Rewards, Task, task_by_name
 from gspo_kernels.tools.cli import app
 
 
@@ -65,6 +67,10 @@ def length(completion: str, answer: str) -> float:
     return float(len(completion))
 
 
+SORTING = task_by_name("sorting", 8)
+MINE = Task("mine", SORTING.train, SORTING.held_out[:3], Rewards((RewardComponent("length", 1.0, length),)))
+
+
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int = 2, **arguments: Any) -> Path:
     """Return the folder of a run that was stopped before its step `at`, with the options of `small`."""
     options = {"output": tmp_path, "name": "mine", **arguments.pop("options", {})}
@@ -75,20 +81,32 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int = 2, **argu
     return tmp_path / "mine"
 
 
-def test_a_run_with_a_reward_from_python_continues_with_it_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "value", "held_out"), [("reward", length, SORTING.held_out), ("task", MINE, MINE.held_out)]
+)
+def test_a_run_with_an_argument_from_python_continues_with_it_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: Any,
+    held_out: list[Example],
 ) -> None:
-    folder = stopped(tmp_path, monkeypatch, reward=length)
-    call = f'train(read_config(resume="{folder}"), reward=...)'
+    folder = stopped(tmp_path, monkeypatch, **{name: value})
+    call = f'train(read_config(resume="{folder}"), {name}=...)'
     assert capsys.readouterr().out.splitlines()[-1] == f"continue: {call}"
     with pytest.raises(
-        InputError, match=rf"was started with reward= from Python, .* Continue it with {re.escape(call)}"
+        InputError, match=rf"was started with {name}= from Python, .* Continue it with {re.escape(call)}"
     ):
         train(read_config(resume=folder))
-    with pytest.raises(InputError, match=r"expected all options of a run, but its reward came from Python"):
+    with pytest.raises(InputError, match=rf"expected all options of a run, but its {name} came from Python"):
         read_config(folder / "config.json")
-    train(read_config(resume=folder), reward=length)
+    train(read_config(resume=folder), **{name: value})
     assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3]
+    lines = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == [example.prompt for example in held_out]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(x["reward"] == x["components"]["length"] == len(x["completion"]) for x in samples)
 
 
 def test_the_line_after_a_resume_is_of_all_steps_since_the_last_evaluation(
@@ -98,6 +116,16 @@ def test_the_line_after_a_resume_is_of_all_steps_since_the_last_evaluation(
     train(read_config(resume=folder))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "step 3 of 3" in line]
     assert f"training reward {fmean(row['reward'] for row in rows_of(folder)[1:]):.3f}  clip" in line
+
+
+def test_checkpoints_are_saved_at_multiples_of_checkpoint_every_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+    monkeypatch.setattr(RunFolder, "save_checkpoint", lambda _, state: saved.append(state["step"]))
+    sizes = {"steps": 5, "prompts_per_step": 2, "group_size": 2, "eval_every": 9, "eval_prompts": 2}
+    train(small(tmp_path, **sizes, checkpoint_every=2))
+    assert saved == [2, 4, 5]
 
 
 # Changes
@@ -193,6 +221,17 @@ def test_a_folder_is_written_by_one_run_at_a_time(finished: Path, tmp_path: Path
                 train(config)
     assert contents(folder) == before
     train(read_config(resume=folder))  # the lock is released
+
+
+def test_without_file_locks_a_run_starts_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    message = "metrics.jsonl cannot be locked, so another process may write to it: .*No locks available"
+    with pytest.warns(UserWarning, match=message), RunFolder(small(tmp_path)) as folder:
+        folder.write(0, {"step": 0})
+    assert rows_of(folder.path) == [{"seed": 0, "step": 0}]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()], ids=repr)

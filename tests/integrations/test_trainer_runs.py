@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.reference_runs import SMALL, rows_of, small
@@ -21,7 +24,10 @@ from gspo_kernels.integrations.reference_trainer import (
     progress,
     train,
 )
+from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
+from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
 from gspo_kernels.integrations.tasks import RewardComponent, task_by_name
 from gspo_kernels.tools.cli import app
 
@@ -33,13 +39,15 @@ SIZES = [f"{name}={value}" for name, value in SMALL.items() if name != "steps"]
 
 def test_an_existing_folder_is_kept_and_the_error_names_both_options(tmp_path: Path) -> None:
     earlier = tmp_path / "mine" / "model-seed0" / "model.safetensors"
-    earlier.parent.mkdir(parents=True)
-    earlier.touch()  # without metrics.jsonl, as if that file had been moved
+    checkpoint, another = tmp_path / "mine" / "checkpoint.pt", tmp_path / "mine" / "model-seed7" / "config.json"
+    for path in (earlier, another, checkpoint):  # without metrics.jsonl, as if that file had been moved
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     with pytest.raises(InputError, match=r"mine exists already .* resume=true .* overwrite=true .* name=NAME"):
         train(small(tmp_path, steps=1, name="mine"))
-    assert earlier.exists()
-    train(small(tmp_path, steps=1, name="mine", overwrite=True))
-    assert not earlier.exists()
+    assert earlier.exists() and another.exists() and checkpoint.exists()
+    train(small(tmp_path, steps=1, name="mine", overwrite=True, checkpoint_every=0))
+    assert not (earlier.exists() or another.parent.exists() or checkpoint.exists())
 
 
 # Rewards that fail
@@ -104,7 +112,39 @@ def test_training_goes_on_if_a_call_succeeds_or_only_a_later_evaluation_fails(
     assert f"{when} One of them: flaky: ConnectionError" in capsys.readouterr().out
 
 
+def test_a_gradient_that_is_not_finite_stops_before_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Optimizer, "clip", lambda _: math.inf)
+    monkeypatch.setattr(Optimizer, "step", lambda _: pytest.fail("the weights are updated"))
+    with pytest.raises(TrainingError, match=r"^an update is not finite \(loss -?\d\S*, gradient norm inf\); "):
+        train(small(tmp_path))
+    assert len(rows_of(tmp_path / "demo")) == 1
+    assert "stopped in the updates of step 1 of seed 0, which are not saved" in capsys.readouterr().out
+
+
 # Stopping
+
+
+def test_a_signal_that_the_caller_handles_keeps_its_handler() -> None:
+    arrived: list[int] = []
+
+    def mine(number: int, _: object) -> None:
+        arrived.append(number)
+
+    handlers = {signal.SIGTERM: mine, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert arrived == [signal.SIGTERM] and stop.received is None
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            assert stop.received == signal.SIGINT
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_ctrl_c_saves_the_model_and_prints_its_folder(tmp_path: Path) -> None:
@@ -138,7 +178,11 @@ def test_ctrl_c_saves_the_model_and_prints_its_folder(tmp_path: Path) -> None:
 # What a run prints
 
 
-def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_every_evaluation_prints_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readings = itertools.count(step=2.0)  # of a step: at its start, after its updates, at its end
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     train(small(tmp_path, steps=4))
     skipping, held_out, *lines = capsys.readouterr().out.splitlines()
     rows = rows_of(tmp_path / "demo")
@@ -159,7 +203,28 @@ def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsy
         expected = (
             f"seed 0  step {first + 1} of 4  {held_out}  training reward {mean:.3f}  clip fraction {clipped:.3f}  "
         )
-        assert line.startswith(expected) and re.search(r"  [\d,]+ tokens/s$", line)
+        speed = sum(row["answer_tokens"] * 16 / 2.0 for row in steps) / 2
+        assert line == f"{expected}{speed:,.0f} tokens/s"
+    assert [row["seconds"] for row in rows[1:]] == [4.0] * 4
+
+
+def test_each_evaluation_after_a_step_writes_its_first_four_answers(tmp_path: Path) -> None:
+    sizes = {"steps": 2, "prompts_per_step": 3, "group_size": 2, "updates_per_rollout": 1, "eval_every": 1}
+    folder = train(small(tmp_path, seeds=(7, 0), eval_prompts=8, **sizes)).folder  # in batches of 6
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    evaluated = [row for row in rows_of(folder) if row["step"]]
+    assert [(row["seed"], row["step"]) for row in evaluated] == [(7, 1), (7, 2), (0, 1), (0, 2)]
+    expected = [(row["seed"], row["step"], x) for row in evaluated for x in row["eval_rewards"]["total"][:4]]
+    assert [(x["seed"], x["step"], x["reward"]) for x in samples] == expected
+
+
+@pytest.mark.parametrize(("rank", "out"), [(0, "said\n"), (1, "")])
+def test_only_the_first_process_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, out: str
+) -> None:
+    monkeypatch.setattr(progress, "rank", lambda: rank)
+    progress.TrainingProgress(small(tmp_path)).say("said")
+    assert capsys.readouterr().out == out
 
 
 ROW = {"reward": 0.0, "clip_fraction": 0.1, "tokens_per_second": 1.0, "truncated": 0.0}

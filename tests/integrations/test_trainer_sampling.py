@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.reference_runs import rows_of, small
 
-from gspo_kernels.integrations.reference_trainer import held_out, policy, train
+from gspo_kernels.integrations.reference_trainer import distributed, held_out, policy, train
 from gspo_kernels.integrations.reference_trainer.config import Truncation
 from gspo_kernels.integrations.reference_trainer.sampling import ChosenTokens, answers_to, choose, sampler_weights
 from gspo_kernels.integrations.tasks import Example, RewardComponent
@@ -121,8 +121,10 @@ def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypa
         return answers_to(*args, **options)
 
     monkeypatch.setattr(held_out, "answers_to", recorded)
+    # As a process whose part begins with the third prompt: places are those in the step, not in the process's part.
+    monkeypatch.setattr(distributed, "share", lambda items: [*items[2:], *items[:2]])
     train(small(tmp_path, seeds=(0, 7), steps=2))
-    assert used == list(itertools.product((0, 7), (1, 2), range(4)))
+    assert used == list(itertools.product((0, 7), (1, 2), (2, 3, 0, 1)))
 
 
 # A sampler in bf16

@@ -64,10 +64,11 @@ def oracle(tensors: dict[str, Any]) -> Tensor:
     return reference.gspo_reference_loss(**tensors, objective=OBJECTIVE).loss
 
 
-def test_the_oracle_takes_the_options_of_the_fused_loss() -> None:
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+def test_the_oracle_takes_the_options_of_the_fused_loss(ratio: str) -> None:
     """Whoever needs second derivatives uses `gspo_reference_loss` instead, with the same arguments."""
     case = make(
-        "dtype=fp64 bias=argument logit_scale=0.6 logit_softcap=5.0 vocab_size=padded ratio=token kl=term "
+        f"dtype=fp64 bias=argument logit_scale=0.6 logit_softcap=5.0 vocab_size=padded ratio={ratio} kl=term "
         "kl_aggregation=token-mean kl_ratio_factor=True normalizer=number kl_normalizer=number"
     )
     given = arguments_of(case, leaves_of(case))

@@ -702,6 +702,7 @@ ENDS: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("gspo_fused_loss", "gradient_budget", below(1.0), 1.0, {}),
     ("gspo_fused_loss", "vocab_size", V, V + 1, {}),
     ("gspo_fused_loss", "target_ids", torch.full((B, T), 9), torch.full((B, T), 10), {}),
+    ("gspo_fused_loss", "target_ids", torch.full((B, T), -100), torch.full((B, T), -1), {"mask": None}),
     ("linear_log_probs", "extra_ids", torch.full((B, T, K), 9), torch.full((B, T, K), 10), {}),
     ("linear_log_probs, sets", "kept_sets.ids", torch.where(SETS.ids == 7, 9, SETS.ids),
      torch.where(SETS.ids == 7, 10, SETS.ids), {}),

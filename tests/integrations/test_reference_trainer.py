@@ -216,6 +216,15 @@ def test_rewards_of_completions() -> None:
         ("sampler_precision=bf16 parallel=fsdp2", "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'"),
         ("lora_head=true", "lora_head: expected false unless lora_rank is above 0"),
         ("--steps 5", "--steps: expected key=value, such as steps=100"),
+        ("name=x resume=true overwrite=true", "overwrite: expected false with resume"),
+        (
+            'rollout_correction={"level":"token"} old_log_probs=sampler',
+            "old_log_probs: expected trainer",
+        ),
+        ("updates_per_rollout=3", "updates_per_rollout: expected a divisor of the 256 answers of a rollout"),
+        ("micro_batch_size=3", "micro_batch_size: expected a divisor of the 64 answers of an update"),
+        ("warmup_updates=801", "warmup_updates: expected at most the 800 updates of the run"),
+        ("device=cudaa", "device: expected a device torch can use, got 'cudaa'"),
     ],
 )
 def test_bad_options_print_one_line(tmp_path: Path, arguments: str, message: str) -> None:
@@ -242,7 +251,9 @@ def test_a_missing_model_folder_does_not_access_a_hub(tmp_path: Path, monkeypatc
         ([{"prompt": "a"}], 'line 1: "answer" is missing'),
         ([{"answer": "a"}], 'line 1: "prompt" is missing'),
         ([{"prompt": 3, "answer": "a"}], 'line 1: "prompt" must be text'),
+        ([{"prompt": " ", "answer": "a"}], 'line 1: "prompt" must be text that is not empty'),
         ([{"prompt": "a", "answer": None}], 'line 1: "answer" must be text or a number'),
+        ([{"prompt": "a", "answer": " "}], 'line 1: "answer" must be text or a number, and not empty'),
     ],
 )
 def test_the_error_of_bad_data_names_its_line(tmp_path: Path, lines: list[object], message: str) -> None:

@@ -316,6 +316,13 @@ def test_a_batch_that_processes_cannot_share_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(InputError, match=r"WORLD_SIZE: .* multiples of the 3 processes, got prompts_per_step with 4"):
         train(small(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for options, message in (
+        ({"prompts_per_step": 4, "group_size": 3, "updates_per_rollout": 4}, "updates_per_rollout with 3"),
+        ({"updates_per_rollout": 2, "micro_batch_size": 8}, "micro_batch_size with 1"),
+    ):
+        with pytest.raises(InputError, match=f"multiples of the 2 processes, got {message}"):
+            train(small(tmp_path, **options))
     assert not (tmp_path / "demo").exists()
 
 

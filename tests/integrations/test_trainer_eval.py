@@ -8,10 +8,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from helpers.reference_runs import rows_of, small, write_jsonl
 from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import evaluate, read_evaluation, train
+from gspo_kernels.integrations.reference_trainer.evaluation import EvalReport
+from gspo_kernels.integrations.reference_trainer.held_out import Estimate
 from gspo_kernels.tools.cli import app
 
 REWARDS = """
@@ -69,10 +72,12 @@ def test_a_run_is_evaluated_as_its_last_evaluation_was(run: Path, tmp_path: Path
 
 def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"sort {x}:", "answer": x, "level": i} for i, x in enumerate("abcd")]
-    data = write_jsonl(tmp_path / "data.jsonl", *rows)
+    longer = {"prompt": "sort dcba:", "answer": "abcd", "level": 99}
+    data = write_jsonl(tmp_path / "data.jsonl", *rows, longer)
     reward = f"reward={run.parent}/rewards.py:of_level"
     for source in (run, run / "model-seed3"):
-        report = gspo_eval(source, f"data={data}", reward, "n=0", "max_new_tokens=3")
+        report = gspo_eval(source, f"data={data}", reward, "n=0", "max_new_tokens=3", "max_prompt_tokens=7")
+        assert report["prompts"] == 4  # without the longer one
         assert report["rewards"] == {
             "total": {"greedy": pytest.approx({"mean": 1.5, "low": 0.5, "high": 2.5, "prompts": 4}, abs=0.26)}
         }
@@ -83,8 +88,34 @@ def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> 
     assert report["prompts"] == 5 and list(report["rewards"]["total"]) == ["greedy", "sampled", "pass@1"]
 
 
-def test_a_run_of_the_demo_has_the_rewards_and_the_truncation_of_its_run(tmp_path: Path) -> None:
-    folder = train(small(tmp_path, steps=1, save=True, top_k=1)).folder
+def test_the_table_has_each_estimate() -> None:
+    of_total = {"greedy": Estimate(0.5, 0.25, 0.75, 3), "sampled": Estimate(0.125, 0.0, 1.0, 3), "pass@1": None}
+    of_long = dict.fromkeys(of_total, Estimate(1.0, 0.5, 2.0, 3))
+    table = EvalReport("model", 3, "data", 4, 1.0, {"total": of_total, "long": of_long}, []).table()
+    labels, total, long = ([*column.cells] for column in table.columns)
+    assert labels == ["greedy", "mean of 4 samples", "pass@1"]
+    assert total == ["0.500 [0.250, 0.750]", "0.125 [0.000, 1.000]", "-"]
+    assert long == ["1.000 [0.500, 2.000]"] * 3
+
+
+def test_samples_depend_on_seed_and_temperature(run: Path, tmp_path: Path) -> None:
+    sampled: dict[str, list[str]] = {}
+    for options in ("seed=1", "seed=2", "seed=1 batch_size=5", "temperature=1e-4", "min_p=0.99", "top_p=1e-6"):
+        answers = tmp_path / f"{options}.jsonl"
+        gspo_eval(run / "model-seed3", "task=sorting", "eval_prompts=4", "n=2", "max_new_tokens=7", *options.split(),
+                  "--answers", answers)  # fmt: skip
+        lines = [json.loads(line) for line in answers.read_text().splitlines()]
+        greedy = [line["completion"] for line in lines if line["kind"] == "greedy" for _ in range(2)]
+        sampled[options] = [line["completion"] for line in lines if line["kind"] == "sampled"]
+        assert (sampled[options] == greedy) == ("seed" not in options), options
+    assert sampled["seed=1"] == sampled["seed=1 batch_size=5"] != sampled["seed=2"]
+
+
+def test_a_run_of_the_demo_has_the_rewards_and_the_sampling_options_of_its_run(tmp_path: Path) -> None:
+    of_run: dict[str, Any] = {"temperature": 0.75, "top_k": 1, "top_p": 0.875, "min_p": 0.125}
+    folder = train(small(tmp_path, steps=1, save=True, **of_run)).folder
+    config = read_evaluation(str(folder)).config
+    assert {name: getattr(config, name) for name in of_run} == of_run
     last = rows_of(folder)[-1]["eval_reward"]
     report = gspo_eval(folder, "n=1", "--answers", tmp_path / "answers.jsonl")
     assert 0 < last == pytest.approx(report["rewards"]["total"]["greedy"]["mean"])
@@ -93,15 +124,19 @@ def test_a_run_of_the_demo_has_the_rewards_and_the_truncation_of_its_run(tmp_pat
     assert gspo_eval(folder, "n=0", "eval_prompts=3")["prompts"] == 3
 
 
-def test_a_reward_from_python_is_given_again(tmp_path: Path) -> None:
+def test_a_reward_from_python_is_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+
     def short(completion: str) -> float:
         return float(len(completion) < 9)
 
-    folder = train(small(tmp_path, steps=1, save=True), reward=short).folder
+    folder = train(small(tmp_path, steps=1, save=True, threads=3), reward=short).folder
     result = CliRunner().invoke(app, ["eval", str(folder)])
     assert result.exit_code == 1 and "was started with reward= from Python, got none" in result.stderr
     report = evaluate(read_evaluation(str(folder), ["n=0"], reward=short))
     assert report.rewards["total"]["greedy"].mean == pytest.approx(rows_of(folder)[-1]["eval_reward"])
+    assert threads == [3, 3]  # of the run, and of its evaluation
 
 
 @pytest.mark.parametrize(

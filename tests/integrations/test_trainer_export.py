@@ -101,7 +101,16 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
 def test_a_change_smaller_than_the_rounding_of_bf16_is_kept(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The adapter changes weights of 0.3 by 1e-4; in bf16, such weights are 2e-3 apart."""
+    """The adapter changes weights of 0.3 by 1e-4; in bf16, such weights are 2e-3 apart.
+
+    The base is an fp32 checkpoint, which training rounds to bf16.
+    """
+    base = AutoModelForCausalLM.from_pretrained(runs / "base", dtype=torch.float32)
+    with torch.no_grad():
+        for weight in base.parameters():
+            weight *= 1.001
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(runs / "base").save_pretrained(tmp_path / "base")
     seen: list[Policy] = []
     save, load = Policy.save, loading.load_policy
 
@@ -118,8 +127,10 @@ def test_a_change_smaller_than_the_rounding_of_bf16_is_kept(
     )
     options: dict[str, Any] = {**SMALL, "output": tmp_path, "steps": 1, "precision": "bf16", "lora_rank": 4}
     options |= {"task": "sorting", "max_new_tokens": 7}
-    train(train_config(name="half", model=runs / "base", seeds=0, save=True, **options))
-    evaluate(read_evaluation(str(tmp_path / "half"), ["n=0", "eval_prompts=1"]))
+    train(train_config(name="half", model=tmp_path / "base", seeds=0, save=True, **options))
+    of_run = read_evaluation(str(tmp_path / "half"), ["n=0", "eval_prompts=1"])
+    assert of_run.config.precision == "bf16"
+    evaluate(of_run)
     export(tmp_path / "half", tmp_path / "out")
     model = seen[0].model.float()
     ids = IDS % seen[0].inner.config.vocab_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from gspo_kernels.advantages import RunningMoments, whiten
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
     TrainConfig,
+    held_out,
     loading,
     policy,
     read_config,
@@ -36,7 +38,7 @@ from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config import Step
 from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.sampling import Rollout
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, answers_to
 from gspo_kernels.integrations.reference_trainer.trackers import Trackers
 from gspo_kernels.integrations.tasks import RewardBatch
 from gspo_kernels.tools.cli import app
@@ -48,13 +50,18 @@ def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "preset: moe\nclip_high: 5e-4\nseeds: [3, 4]\nadvantages: [{group_advantages: {scale: none}}, whiten]\n"
+        "x-anchors: {a: 1}\n"
     )
     config = read_config(file, ["clip_low=1e-4", "objective=gspo-token", "steps=1e2"])
     of = config.objective
     assert (of.ratio, of.clip_low, of.clip_high) == ("sequence-token", 1e-4, 5e-4)
     assert (config.group_size, config.learning_rate, config.lora_rank, config.steps) == (6, 3e-6, 32, 100)
     assert train_config(objective="dapo", kl_coef=0.1).objective == Objective.preset("dapo", kl_coef=0.1)
+    mine = train_config(objective=Objective(clip_low=1e-4), clip_high=5e-4).objective
+    assert mine == Objective(clip_low=1e-4, clip_high=5e-4)
     assert config.seeds == (3, 4)
+    with pytest.raises(InputError, match="--resume: expected no --config"):
+        read_config(file, resume=tmp_path)
     assert config.advantages == (Step("group_advantages", {"scale": "none"}), Step("whiten", {}))
 
 
@@ -72,6 +79,37 @@ def test_a_dry_run_prints_options_prompts_and_rewards(tmp_path: Path) -> None:
     assert "clip_low: 0.0003\n" in result.output and 'schedule: "constant"\n' in result.output
     assert "# 520 prompts for training, 128 for evaluation; rewards: letters_in_place\n" in result.output
     assert not list(tmp_path.iterdir())
+
+
+OF_PRESETS: dict[str, tuple[float, float, float, int, bool]] = {  # as docs/settings.md lists them
+    "under-1b": (3e-4, 4e-4, 1e-5, 8, False),
+    "1b-10b": (2e-4, 3e-4, 5e-6, 16, True),
+    "moe": (2e-4, 3e-4, 3e-6, 32, True),
+}
+
+
+@pytest.mark.parametrize("preset", OF_PRESETS)
+def test_settings_of_presets(preset: str) -> None:
+    config = train_config(preset=preset, model="x")
+    of = config.objective
+    settings = of.clip_low, of.clip_high, config.learning_rate, config.lora_rank, config.gradient_checkpointing
+    assert settings == OF_PRESETS[preset]
+
+
+def test_defaults_of_a_checkpoint() -> None:
+    config = train_config(model="x")
+    assert (config.prompts_per_step, config.max_new_tokens, config.seeds) == (16, 512, (0,))
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_lora_adapts_every_linear_layer(head: bool, tmp_path: Path) -> None:
+    policy.demo_policy().save(tmp_path / "base")
+    config = train_config(model=tmp_path / "base", lora_rank=2, lora_head=head)
+    adapted = loading.initial_policy(config).model
+    linear = {name.split(".")[-1] for name, x in policy.demo_policy().model.named_modules() if isinstance(x, nn.Linear)}
+    assert "lm_head" in linear and len(linear) > 4
+    names = {name.split(".lora_A")[0].split(".")[-1] for name, _ in adapted.named_parameters() if ".lora_A" in name}
+    assert names == (linear if head else linear - {"lm_head"})
 
 
 def test_lora_on_a_checkpoint_has_a_learning_rate_of_its_own() -> None:
@@ -112,6 +150,7 @@ def test_schedules() -> None:
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[12] == pytest.approx(0.5) and rates[20] == pytest.approx(0) and sorted(rates[4:])[::-1] == rates[4:]
     assert replace(config, schedule="linear").learning_rate_at(16) == pytest.approx(0.25)
+    assert replace(config, warmup_updates=20).learning_rate_at(9) == 0.5  # in all 20 updates
 
 
 # LoRA, precision
@@ -127,16 +166,27 @@ def test_schedules() -> None:
         ("fp16-autocast", torch.float16),
     ],
 )
-def test_layers_compute_in_the_dtype_of_the_precision(precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    seen = set()
+def test_layers_compute_in_the_dtype_of_the_precision(
+    precision: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, places = set(), [""]
 
     def layer_ran(module: Any, inputs: Any, output: Any) -> None:
-        if isinstance(module, nn.Linear) and isinstance(output, Tensor) and torch.is_grad_enabled():
-            seen.add(output.dtype)
+        place = "update" if torch.is_grad_enabled() else places[-1]
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor) and place:
+            seen.add((place, output.dtype))
+
+    def sampling(*arguments: Any, **options: Any) -> Any:
+        places.append("sampling")
+        answers = answers_to(*arguments, **options)
+        places.pop()
+        return answers
+
+    monkeypatch.setattr(held_out, "answers_to", sampling)
 
     with nn.modules.module.register_module_forward_hook(layer_ran):
         train(small(tmp_path, steps=1, precision=precision))
-    assert seen == {dtype}
+    assert seen == {("sampling", dtype), ("update", dtype)}
 
 
 def test_an_adapter_names_its_base_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +301,10 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     half = 0.5 / 0.5**0.5  # the standard deviation of 1 and 2 is the root of 0.5
     assert computed(Step("group_advantages", {"eps": 0.0})) == pytest.approx([-half, half, 0, 0, 0, 0])
     assert computed(Step("group_advantages", {"scale": "none"})) == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
+    by_group = computed(Step("normalize_rewards", {"by": "group", "scale": False}))
+    assert by_group == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
+    pairs = computed(Step("group_advantages", {"group_size": 6, "scale": "none"}))
+    assert pairs == pytest.approx([1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0])
     assert computed(Step("normalize_rewards", {"by": "running", "scale": False})) == pytest.approx(
         [1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0]
     )
@@ -306,6 +360,28 @@ def test_metrics_reach_tensorboard(tmp_path: Path) -> None:
     (file,) = folder.rglob("events.out.*")  # none of the run that it replaced
     written = events.EventAccumulator(str(file.parent)).Reload().Scalars("seed1/reward")
     assert [(event.step, event.value) for event in written] == [(1, pytest.approx(rows_of(folder)[3]["reward"]))]
+
+
+def test_each_seed_is_a_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Run:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            seen.append(name)
+
+        def log(self, numbers: dict[str, Any], step: int) -> None:
+            seen.append((self.name[-1], step))
+
+        def finish(self) -> None:
+            seen.append("finish")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda name, **_: Run(name)))
+    trackers = Trackers(small(tmp_path, name="mine", report_to=("wandb",)))
+    for seed, step in ((0, 1), (0, 2), (1, 1)):
+        trackers.write(seed, {"step": step, "reward": 1.0})
+    trackers.close()
+    assert seen == ["mine-seed0", ("0", 1), ("0", 2), "finish", "mine-seed1", ("1", 1), "finish"]
 
 
 def test_wandb_writes_runs_offline_where_its_variables_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,8 @@ def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     data, another = write_jsonl(tmp_path / "data.jsonl", *lines), {"prompt": "sort z:", "answer": "z"}
     options = {"model": str(tmp_path / "model"), "data": data, "max_new_tokens": 2}
     folder = stopped(tmp_path, monkeypatch, options=options)
-    for changed in ([*lines[:5], {**lines[5], "answer": "z"}, *lines[6:]], [*lines, another], lines[::-1]):
+    of_line = [[*lines[:5], {**lines[5], **change}, *lines[6:]] for change in ({"answer": "z"}, {"level": "z"})]
+    for changed in (*of_line, [*lines, another], lines[::-1]):
         moved = write_jsonl(tmp_path / "moved.jsonl", *changed)
         expected = f"^data: expected the prompts with which {folder} was started, got {len(changed)} prompts, which"
         with pytest.raises(InputError, match=expected):

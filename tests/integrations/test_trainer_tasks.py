@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,9 +25,12 @@ from gspo_kernels.integrations.reference_trainer.chat import encode
 from gspo_kernels.integrations.reference_trainer.data import code_of, jsonl_task, load_reward, task_of
 from gspo_kernels.integrations.reference_trainer.held_out import lines_of
 from gspo_kernels.integrations.reference_trainer.sampling import fitting
+from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
+from gspo_kernels.integrations.reference_trainer.trainer import Learner
 from gspo_kernels.integrations.tasks import (
     TASKS,
     Example,
+    RewardBatch,
     RewardComponent,
     Rewards,
     task_by_name,
@@ -184,6 +188,18 @@ def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:
         signal.setitimer(signal.ITIMER_REAL, *before)
 
 
+def test_rewards_and_runs_work_outside_the_main_thread() -> None:
+    """Only the main thread may install signal handlers."""
+
+    def rewarded() -> RewardBatch:
+        with StopSignals():
+            return Rewards((RewardComponent("one", 1.0, lambda *_: 1.0),))(["9"], [EXAMPLE])
+
+    with ThreadPoolExecutor(1) as pool:
+        batch = pool.submit(rewarded).result()
+    assert batch.total == [1.0] and not batch.failures
+
+
 def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "beside_mine.py").write_text("FACTOR = 3\n")
     (tmp_path / "mine_reward.py").write_text(
@@ -244,10 +260,17 @@ def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
     assert [example.answer for example in task.train] == ["1"] * 3
     assert task.train[0].prompt in chats
     assert task.train[0].key.startswith("system: s\nuser: ")
-    for prompt in ([], [{"role": "user"}], [{"role": "user", "content": 3}], ["text"]):
+    for prompt in ([], [{"role": "user"}], [{"role": "user", "content": 3}], [{**chats[0][1], "name": "b"}], ["text"]):
         data = write_jsonl(tmp_path / "b.jsonl", {"prompt": prompt, "answer": 1})
         with pytest.raises(InputError, match='line 1: "prompt" must be text that is not empty, or a list of chat'):
             jsonl_task(data, held_out=1)
+
+
+def test_at_most_a_fifth_of_a_file_is_held_out(tmp_path: Path) -> None:
+    for count, asked, expected in ((20, 128, 4), (20, 3, 3), (4, 128, 1)):
+        data = write_jsonl(tmp_path / "a.jsonl", *({"prompt": str(i), "answer": i} for i in range(count)))
+        task = jsonl_task(data, held_out=asked)
+        assert (len(task.held_out), len(task.train)) == (expected, count - expected)
 
 
 def test_columns_keep_their_json_types(tmp_path: Path) -> None:
@@ -272,6 +295,9 @@ def test_prompts_above_the_limit_are_left_out(demo: policy.Policy, monkeypatch: 
     assert {len(e.key) for e in [*kept.train, *kept.held_out]} == {9, 10}
     assert left_out == sum(len(e.key) > 10 for e in [*task.train, *task.held_out]) > 0
     assert left_out + len(kept.train) + len(kept.held_out) == len(task.train) + len(task.held_out)
+    said: list[object] = []
+    assert Learner(config, 0, task, demo, said.append).task == kept
+    assert said == [f"max_prompt_tokens=10: {left_out} prompts are left out"]
     with pytest.raises(InputError, match="max_prompt_tokens: expected a limit that some prompts meet, got 8"):
         fitting(replace(config, max_prompt_tokens=8), demo, task)
     monkeypatch.setattr(policy.decoder_config(demo.inner), "max_position_embeddings", 18)  # longer prompts do not fit

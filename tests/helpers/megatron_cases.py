@@ -249,7 +249,7 @@ def passed_to_head(run: Callable[[], Any]) -> dict[str, Any]:
     """Return the keywords of the call of `linear_log_probs` that `run` makes."""
     with mock.patch.object(output_layer, "linear_log_probs", wraps=output_layer.linear_log_probs) as called:
         run()
-    return called.call_args.kwargs
+    return dict(called.call_args.kwargs)
 
 
 def refused(text: str, error: type[Exception], run: Callable[[], Any]) -> None:

@@ -225,6 +225,7 @@ def test_rewards_of_completions() -> None:
         ("micro_batch_size=3", "micro_batch_size: expected a divisor of the 64 answers of an update"),
         ("warmup_updates=801", "warmup_updates: expected at most the 800 updates of the run"),
         ("device=cudaa", "device: expected a device torch can use, got 'cudaa'"),
+        ("device=cuda:99", "device: expected a device torch can use, got 'cuda:99'"),
     ],
 )
 def test_bad_options_print_one_line(tmp_path: Path, arguments: str, message: str) -> None:

@@ -89,8 +89,12 @@ def test_a_model_is_evaluated_on_a_file_or_a_task(run: Path, tmp_path: Path) -> 
 
 
 def test_the_table_has_each_estimate() -> None:
-    of_total = {"greedy": Estimate(0.5, 0.25, 0.75, 3), "sampled": Estimate(0.125, 0.0, 1.0, 3), "pass@1": None}
-    of_long = dict.fromkeys(of_total, Estimate(1.0, 0.5, 2.0, 3))
+    of_total: dict[str, Estimate | None] = {
+        "greedy": Estimate(0.5, 0.25, 0.75, 3),
+        "sampled": Estimate(0.125, 0.0, 1.0, 3),
+        "pass@1": None,
+    }
+    of_long: dict[str, Estimate | None] = dict.fromkeys(of_total, Estimate(1.0, 0.5, 2.0, 3))
     table = EvalReport("model", 3, "data", 4, 1.0, {"total": of_total, "long": of_long}, []).table()
     labels, total, long = ([*column.cells] for column in table.columns)
     assert labels == ["greedy", "mean of 4 samples", "pass@1"]

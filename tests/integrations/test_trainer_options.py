@@ -81,10 +81,10 @@ def test_a_dry_run_prints_options_prompts_and_rewards(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-OF_PRESETS: dict[str, tuple[float, float, float, int, bool]] = {  # as docs/settings.md lists them
-    "under-1b": (3e-4, 4e-4, 1e-5, 8, False),
-    "1b-10b": (2e-4, 3e-4, 5e-6, 16, True),
-    "moe": (2e-4, 3e-4, 3e-6, 32, True),
+OF_PRESETS: dict[str, tuple[float, float, float, int, int, int, bool]] = {
+    "under-1b": (3e-4, 4e-4, 1e-5, 4, 8, 32, False),
+    "1b-10b": (2e-4, 3e-4, 5e-6, 4, 16, 32, True),
+    "moe": (2e-4, 3e-4, 3e-6, 6, 32, 32, True),
 }
 
 
@@ -92,7 +92,8 @@ OF_PRESETS: dict[str, tuple[float, float, float, int, bool]] = {  # as docs/sett
 def test_settings_of_presets(preset: str) -> None:
     config = train_config(preset=preset, model="x")
     of = config.objective
-    settings = of.clip_low, of.clip_high, config.learning_rate, config.lora_rank, config.gradient_checkpointing
+    lora = config.lora_rank, config.lora_alpha
+    settings = of.clip_low, of.clip_high, config.learning_rate, config.group_size, *lora, config.gradient_checkpointing
     assert settings == OF_PRESETS[preset]
 
 

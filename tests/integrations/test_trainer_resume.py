@@ -193,7 +193,7 @@ def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         expected = f"^data: expected the prompts with which {folder} was started, got {len(changed)} prompts, which"
         with pytest.raises(InputError, match=expected):
             train(read_config(texts=[f"data={moved}"], resume=folder))
-    write_jsonl(tmp_path / "moved.jsonl", *lines)
+    moved = write_jsonl(tmp_path / "moved.jsonl", *lines)
     train(read_config(texts=[f"data={moved}"], resume=folder))
 
 

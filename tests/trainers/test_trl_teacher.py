@@ -292,8 +292,9 @@ def test_a_teacher_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         kind: Any = partial(GSPOTrainer, rollout_func=returns)
         with pytest.raises(ValueError, match=message):
             make_trainer(kind, policy, tmp_path, config=GSPOConfig, **OPTIONS).train()
+    kind = partial(GSPOTrainer, teacher=model)
     with pytest.raises(ValueError, match=r"teacher must be another model than the policy, which it would freeze"):
-        make_trainer(partial(GSPOTrainer, teacher=model), model, tmp_path, config=GSPOConfig, **OPTIONS)
+        make_trainer(kind, model, tmp_path, config=GSPOConfig, **OPTIONS)
     file = tmp_path / "teacher" / "tokenizer.json"
     file.write_text(file.read_text().replace('"h"', '"i"'))
     with pytest.raises(ValueError, match=r"vocabulary, where 'h' has the id 9, got one where it has no id$"):

@@ -109,6 +109,8 @@ def test_token_ratios_are_truncated_at_2_by_default() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     result = importance_weights(torch.zeros(2, 2), torch.full((2, 2), -9.0), mask)
     assert result.weights[mask].eq(2).all() and result.metrics["tokens"] == 3
+    dropped = importance_weights(torch.zeros(2, 2), torch.full((2, 2), -9.0), mask, mode="mask")
+    assert not dropped.weights.any() and dropped.metrics["tokens"] == 3
     assert RolloutCorrection() == RolloutCorrection("token", "truncate", 0.0, 2.0)
 
 

@@ -659,7 +659,10 @@ TOGETHER: list[tuple[str, str, dict[str, Any]]] = [
     )),
     ("gdpo_advantages, ids", "rewards must be", {"rewards": torch.ones(4, 0)}),
     ("KeptSets.from_logits", "logits must be", {"logits": torch.full((B, T, V), -INF)}),
-    ("combine", "divisors['mine'] must be", {"divisors": {"mine": "effective_sample_size"}}),
+    ("combine", "divisors['mine'] must be the name of a sum", {
+        "parts": [dict.fromkeys(("tokens", "mine", "weight_mean", "weight_square_mean", "effective_sample_size"), 1.0)],
+        "divisors": {"mine": "effective_sample_size"},
+    }),
     ("combine", "tokens in parts must be", {"parts": [{"tokens": torch.ones(2)}], "divisors": None}),
     *(("combine", f"divisors{text}", {"divisors": x}) for text, x in (
         ("['mine'] must be the name of a sum in parts, one of tokens", {"mine": "token"}),

@@ -720,7 +720,7 @@ ENDS: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("Objective", "clip_low", 1.0, above(1.0), {"surrogate": "cispo", **CLIP}),
     ("Objective", "clip_low", INF, below(0.0), {"surrogate": "dppo_kl", "ratio": "token", **CLIP}),
     ("Objective", "clip_low", 1.5, below(0.0), {"surrogate": "gmpo", "ratio": "sequence", **CLIP}),
-    ("Objective", "vespo_k_pos", 0.0, 300.0, {**VESPO, **CLIP, "vespo_lambda_pos": 80.0}),
+    ("Objective", "vespo_k_pos", 0.0, 300.0, {**VESPO, **CLIP, "vespo_lambda_pos": 80.0}),  # phi reaches exp(80)
     ("Objective", "dual_clip", above(1.0), 1.0, {}),
     ("Objective", "delta", above(1 + 4e-4), 1 + 4e-4, {}),
     ("Objective", "kl_coef", 0.0, below(0.0), {}),

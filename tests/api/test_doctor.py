@@ -154,16 +154,12 @@ def wrong_loss(*arguments: Any) -> Any:
     return result._replace(loss=result.loss + 0.01)
 
 
-def only_of_hidden(g: Any) -> Any:
-    return g if g.shape[0] == samples.VOCAB else g * 1.1
-
-
 FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # function, its replacement, wrong output, dtypes that detect it
     "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
     "log-probs off by 1e-4": ("forward_and_cache", wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
     "hidden states' gradients 10 % too large": (
         "head_backward",
-        wrong_backward(only_of_hidden),
+        wrong_backward(lambda g: g if g.shape[0] == samples.VOCAB else g * 1.1),
         "d_hidden",
         set(DTYPES),
     ),

@@ -88,7 +88,7 @@ def test_a_frozen_head_saves_a_pass_with_every_cache(frozen: bool) -> None:
 
 
 def test_a_small_batch_has_no_cache_by_default() -> None:
-    """A MiB would be more than the loss saves."""
+    """Even a cache of one MiB would take more memory than the loss saves."""
     plan = memory.plan(memory.Batch(64, 64, 1000), torch.bfloat16, "sm_90")
     assert [size.cache_mib for size in plan.defaults.values()] == [0] * len(memory.MEMORY_GIB)
 

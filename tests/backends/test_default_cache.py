@@ -137,7 +137,7 @@ def test_full_logits_take_three_copies_or_the_gradients_of_the_operands() -> Non
 
 
 def test_a_sharded_head_replaces_full_logits() -> None:
-    """TRL's head, which often takes less memory than full logits, has no shards."""
+    """TRL's head would take less memory than full logits here, but it cannot be sharded."""
     needs = NeedsGradient(True, True, False, False, False)
     head = memory.Batch(16_384, 4096, 152_064, tp=2).head(torch.bfloat16, "meta")
     with tuning.assume("sm_90"):

@@ -64,7 +64,7 @@ def test_triton_stays_within_the_formula(
     size = DTYPES[dtype].itemsize
     of_rows = 10 if head.split else 4 - size
     assert bound.total == (n + v) * h * size + n * h * of_rows + of_tiles + (256 + cache_mib) * MIB
-    # Without a cache, the tile table is free before the gradients exist.
+    # Without a cache, the tile table is freed before the gradients are allocated.
     assert bound.peak == bound.total - (0 if cache_mib else min(of_tiles, (n + v) * h * size + n * h * of_rows))
     # Gradients of a bias and of an adapter are fp32 and come in addition.
     added = (4 + size) * v * (head.bias is not None) + (4 + 4) * (n + v) * options.get("rank", 0)

@@ -102,11 +102,9 @@ for _tied in (False, True):
                 out = model_log_probs(model, targets, mask=mask, **options, **inputs)
                 weighted(out.log_probs, out.entropy, mask).backward()
                 ours = gradients(model)
-                logits = (
-                    model(**inputs, runtime_gather_output=True)
-                    / torch.as_tensor(temperature, dtype=torch.float64).expand(B, S)[..., None]
-                )
-                log_probs, entropy = of_logits(logits, targets, 1.0, columns)
+                logits = model(**inputs, runtime_gather_output=True)
+                divisor = torch.as_tensor(temperature, dtype=torch.float64).expand(B, S)[..., None]
+                log_probs, entropy = of_logits(logits / divisor, targets, 1.0, columns)
                 weighted(log_probs, entropy, mask).backward()
                 assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
                 pair = {"log_probs": out.log_probs[mask], "entropy": out.entropy[mask]}
@@ -246,7 +244,7 @@ for _sequence_parallel in (False, True):
 
 
 def passed_to_head(run: Callable[[], Any]) -> dict[str, Any]:
-    """Return the keywords of the call of `linear_log_probs` that `run` makes."""
+    """Call `run`, and return the keyword arguments with which it calls `linear_log_probs`."""
     with mock.patch.object(output_layer, "linear_log_probs", wraps=output_layer.linear_log_probs) as called:
         run()
     return dict(called.call_args.kwargs)

@@ -441,7 +441,7 @@ def test_a_device_map_moves_tensors_to_the_head_and_results_back() -> None:
         ]
 
     def run(device: torch.device) -> tuple[list[Any], dict[str, Tensor]]:
-        """Return outputs and all gradients of the loss, with the head on `device` and the body on the CPU."""
+        """Return all outputs, and gradients of the loss. The head is on `device`, the rest on the CPU."""
         model = adapted("modules_to_save")
         head = model.get_output_embeddings().to(device)
         hook = accelerate.hooks.AlignDevicesHook(execution_device=device, io_same_device=True)

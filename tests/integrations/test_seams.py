@@ -447,7 +447,7 @@ def step_of_prime_rl(parts: list[Rollout]) -> dict[str, float]:
 
 
 def test_positions_of_skyrls_context_parallel_ranks() -> None:
-    """Megatron's order: of 2 CP equal parts, rank r has parts r and 2 CP - 1 - r."""
+    """Megatron splits a sequence into 2 CP equal parts, and gives parts r and 2 CP - 1 - r to rank r."""
     expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
     assert skyrl._order(16, 4).tolist() == expected
 

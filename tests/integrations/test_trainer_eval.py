@@ -102,12 +102,12 @@ def test_the_table_has_each_estimate() -> None:
     assert long == ["1.000 [0.500, 2.000]"] * 3
 
 
-def test_samples_depend_on_seed_and_temperature(run: Path, tmp_path: Path) -> None:
+def test_samples_depend_on_the_seed_and_on_how_tokens_are_chosen(run: Path, tmp_path: Path) -> None:
     sampled: dict[str, list[str]] = {}
     for options in ("seed=1", "seed=2", "seed=1 batch_size=5", "temperature=1e-4", "min_p=0.99", "top_p=1e-6"):
         answers = tmp_path / f"{options}.jsonl"
-        gspo_eval(run / "model-seed3", "task=sorting", "eval_prompts=4", "n=2", "max_new_tokens=7", *options.split(),
-                  "--answers", answers)  # fmt: skip
+        sizes = ("eval_prompts=4", "n=2", "max_new_tokens=7")
+        gspo_eval(run / "model-seed3", "task=sorting", *sizes, *options.split(), "--answers", answers)
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
         greedy = [line["completion"] for line in lines if line["kind"] == "greedy" for _ in range(2)]
         sampled[options] = [line["completion"] for line in lines if line["kind"] == "sampled"]

@@ -170,24 +170,25 @@ def test_schedules() -> None:
 def test_layers_compute_in_the_dtype_of_the_precision(
     precision: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, places = set(), [""]
+    in_updates: set[torch.dtype] = set()
+    in_sampling: set[torch.dtype] = set()
 
-    def layer_ran(module: Any, inputs: Any, output: Any) -> None:
-        place = "update" if torch.is_grad_enabled() else places[-1]
-        if isinstance(module, nn.Linear) and isinstance(output, Tensor) and place:
-            seen.add((place, output.dtype))
+    def of_update(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor) and torch.is_grad_enabled():
+            in_updates.add(output.dtype)
 
-    def sampling(*arguments: Any, **options: Any) -> Any:
-        places.append("sampling")
-        answers = answers_to(*arguments, **options)
-        places.pop()
-        return answers
+    def of_sampling(module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor):
+            in_sampling.add(output.dtype)
 
-    monkeypatch.setattr(held_out, "answers_to", sampling)
+    def sampled(*arguments: Any, **options: Any) -> Any:
+        with nn.modules.module.register_module_forward_hook(of_sampling):
+            return answers_to(*arguments, **options)
 
-    with nn.modules.module.register_module_forward_hook(layer_ran):
+    monkeypatch.setattr(held_out, "answers_to", sampled)
+    with nn.modules.module.register_module_forward_hook(of_update):
         train(small(tmp_path, steps=1, precision=precision))
-    assert seen == {("sampling", dtype), ("update", dtype)}
+    assert in_updates == in_sampling == {dtype}
 
 
 def test_an_adapter_names_its_base_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +305,8 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     assert computed(Step("group_advantages", {"scale": "none"})) == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
     by_group = computed(Step("normalize_rewards", {"by": "group", "scale": False}))
     assert by_group == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
-    pairs = computed(Step("group_advantages", {"group_size": 6, "scale": "none"}))
-    assert pairs == pytest.approx([1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0])
+    one_group = computed(Step("group_advantages", {"group_size": 6, "scale": "none"}))
+    assert one_group == pytest.approx([1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0])
     assert computed(Step("normalize_rewards", {"by": "running", "scale": False})) == pytest.approx(
         [1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0]
     )

@@ -121,7 +121,8 @@ def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypa
         return answers_to(*args, **options)
 
     monkeypatch.setattr(held_out, "answers_to", recorded)
-    # As a process whose part begins with the third prompt: places are those in the step, not in the process's part.
+    # Reorder the prompts, as if this process had another part of them. A stream is named by the place of its prompt in
+    # the whole step.
     monkeypatch.setattr(distributed, "share", lambda items: [*items[2:], *items[:2]])
     train(small(tmp_path, seeds=(0, 7), steps=2))
     assert used == list(itertools.product((0, 7), (1, 2), (2, 3, 0, 1)))

@@ -189,7 +189,7 @@ def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:
 
 
 def test_rewards_and_runs_work_outside_the_main_thread() -> None:
-    """Only the main thread may install signal handlers."""
+    """Python lets only the main thread install signal handlers."""
 
     def rewarded() -> RewardBatch:
         with StopSignals():

@@ -105,13 +105,16 @@ def test_a_ratio_at_a_bound_is_kept(mode: str) -> None:
 
 
 def test_token_ratios_are_truncated_at_2_by_default() -> None:
-    """The bound of verl's and TRL's truncated importance sampling."""
     mask = torch.tensor([[True, False], [True, True]])
     result = importance_weights(torch.zeros(2, 2), torch.full((2, 2), -9.0), mask)
     assert result.weights[mask].eq(2).all() and result.metrics["tokens"] == 3
-    dropped = importance_weights(torch.zeros(2, 2), torch.full((2, 2), -9.0), mask, mode="mask")
-    assert not dropped.weights.any() and dropped.metrics["tokens"] == 3
     assert RolloutCorrection() == RolloutCorrection("token", "truncate", 0.0, 2.0)
+
+
+def test_tokens_with_weight_zero_are_counted() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    result = importance_weights(torch.zeros(2, 2), torch.full((2, 2), -9.0), mask, mode="mask")
+    assert not result.weights.any() and result.metrics["tokens"] == 3
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.marks import slow
 from tolerance import MODEL_LOG_PROB_ABSOLUTE
 from typer.testing import CliRunner
 
@@ -103,7 +104,7 @@ def test_collapse_and_differences() -> None:
     assert found == expected and len(scores.changes(runs)) == 2
 
 
-@pytest.mark.parametrize("study", ["dense", "long", "teachers"])
+@pytest.mark.parametrize("study", ["dense", slow("long"), "teachers"])
 def test_the_command_writes_results(study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "compare-cpu.json"
     small = compare.STUDIES[study]._replace(learning_rates=(1e-3, 3e-3), updates=(4,))

@@ -253,6 +253,8 @@ class Objective:
     def _warn(self, stacklevel: int, luspo: bool = False) -> None:
         if self.ratio == "token" or self.surrogate not in ("clip", "none"):
             return
+        # `dataclasses.replace` of the preset has the preset's window.
+        luspo |= {name: getattr(self, name) for name in _PRESETS["luspo"]} == _PRESETS["luspo"]
         if self.aggregation != "seq-mean-token-mean" and not luspo:
             validation.warn_once(
                 f"aggregation={self.aggregation!r} weights sequences by their length. With one ratio per sequence, "
@@ -283,6 +285,16 @@ class Objective:
             object.__setattr__(objective, f.name, values.get(f.name, f.default))
         objective._check()
         objective._warn(stacklevel=4, luspo=name == "luspo")
+        objective._write_text()
+        return objective
+
+    def without(self, *terms: str) -> Objective:
+        """Return a copy in which the fields `terms`, "kl_coef" or "entropy_coef", are 0. It warns of nothing."""
+        for term in terms:
+            validation.Checks("Objective.without").choice("term", term, ("kl_coef", "entropy_coef"))
+        objective = object.__new__(Objective)
+        for f in fields(self):
+            object.__setattr__(objective, f.name, 0.0 if f.name in terms else getattr(self, f.name))
         objective._write_text()
         return objective
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,7 +139,7 @@ def policy_loss(
             compared["kl_log_probs"] = kl_log_probs
 
     mask_rows = unmasked.reshape(-1)
-    of_policy = objective if kl_log_probs is None else replace(objective, kl_coef=0.0)
+    of_policy = objective if kl_log_probs is None else objective.without("kl_coef")
     entropy_rows = None if entropy is None else entropy.reshape(-1)
     result = policy_loss_op(log_probs.reshape(-1), entropy_rows, mask_rows, policy.rows, of_policy, backend)
 
@@ -153,7 +152,7 @@ def policy_loss(
     only_kl = policy.rows._replace(
         advantages=torch.zeros_like(policy.rows.advantages), old_log_probs=None, token_weights=None
     )
-    without_bonus = replace(objective, entropy_coef=0.0)
+    without_bonus = objective.without("entropy_coef")
     kl = policy_loss_op(kl_log_probs.reshape(-1), None, mask_rows, only_kl, without_bonus, backend)
     mass = mean_over_ranks((kl_log_probs.detach() - log_probs_out).exp(), unmasked, policy.rows.group)
     metrics = {"kl": kl.metrics[NAMES.index("kl")], "kept_mass": mass}

@@ -40,7 +40,7 @@ class HeadSettings(NamedTuple):
     def describe(self, device: torch.device) -> str:
         """Describe the settings in one line, with the largest default of `cache_mib` on `device` if it is not set."""
         mib = f"={cache_limit(Checks('cache_mib'), self.cache_mib, device) / 2**20:g}"
-        if self.cache_mib is None and "GSPO_CACHE_MIB" in os.environ:
+        if self.cache_mib is None and os.environ.get("GSPO_CACHE_MIB"):
             mib += " (GSPO_CACHE_MIB)"
         elif self.cache_mib is None:
             mib = f"{'<' if device.type == 'cuda' else ''}{mib} (default)"

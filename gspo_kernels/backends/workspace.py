@@ -59,7 +59,7 @@ def cache_bytes(device: torch.device) -> int:
 
 def cache_variable() -> int | None:
     """GSPO_CACHE_MIB, or None if it is not set."""
-    return _mebibytes("GSPO_CACHE_MIB", "0", least=0) if "GSPO_CACHE_MIB" in os.environ else None
+    return _mebibytes("GSPO_CACHE_MIB", "0", least=0) if os.environ.get("GSPO_CACHE_MIB") else None
 
 
 def cache_of_device(device: torch.device) -> int:
@@ -78,7 +78,7 @@ cache_of_device._dynamo_marked_constant = True  # pyright: ignore[reportFunction
 
 
 def _mebibytes(name: str, default: str, least: int) -> int:
-    text = os.environ.get(name, default)
+    text = os.environ.get(name) or default
     if not (text.isdecimal() and len(text) <= 13 and least <= int(text) <= LARGEST_MIB):
         expected = f"an integer number of MiB from {least} to {LARGEST_MIB}"
         raise ValueError(f"environment variable {name} must be {expected}, got {text[:40]!r}")

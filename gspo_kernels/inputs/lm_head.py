@@ -278,7 +278,8 @@ def _trained_rows(check: TensorChecks, tokens: Any) -> tuple[Tensor, Tensor | No
     if bias is not None:
         # PEFT 0.21 drops the bias (peft #3649), but a later version may add it. So take the bias from the layer itself:
         # it is the layer's output for a row of zeros.
-        bias = tokens.forward_adapters(weight.new_zeros(1, weight.shape[1]), active)[0]
+        with torch.autocast(weight.device.type, enabled=False):
+            bias = tokens.forward_adapters(weight.new_zeros(1, weight.shape[1]), active)[0]
     return weight, bias
 
 

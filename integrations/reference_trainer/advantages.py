@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gspo_kernels import advantages as library
 from gspo_kernels.advantages import RunningMoments
+from gspo_kernels.validation import Checks
 
 from ..tasks import RewardBatch
 from .config import TrainConfig
@@ -46,7 +48,8 @@ def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, runni
 def advantages_of_scored(config: TrainConfig, batch: Batch, x: Tensor, rows: Tensor, running: RunningMoments) -> Tensor:
     """Apply the functions that `config.advantages` names to rewards `x` [b] of the answers `rows` [b] of a rollout."""
 
-    def kl(estimator: str) -> Tensor:  # of each token, [B, T]
+    def kl(estimator: Any) -> Tensor:  # of each token, [B, T]
+        Checks(name).choice("the KL's estimator", estimator, tuple(KL))
         assert batch.ref_log_probs is not None, "TrainConfig.needs_reference is true for every kl_coef"
         return KL[estimator](batch.old_log_probs - batch.ref_log_probs)
 
@@ -58,11 +61,14 @@ def advantages_of_scored(config: TrainConfig, batch: Batch, x: Tensor, rows: Ten
         if options.get("by") == "running":
             options["by"] = running
         if name == "token_returns" and options.get("kl_coef"):
-            options["kl"] = kl(options.get("kl", "k1").split(",")[0])
+            options["kl"] = kl(str(options.get("kl", "k1")).split(",")[0])
         if name == "clamp":
             x = x.clamp(**options)
         elif name == "subtract_kl":
-            x = x - options["kl_coef"] * (kl(options["kl_estimator"]) * mask).sum(1)
+            if options.keys() != {"kl_coef", "kl_estimator"}:
+                raise TypeError(f"subtract_kl takes kl_coef and kl_estimator, got {', '.join(options) or 'neither'}")
+            coef = Checks("subtract_kl").number("kl_coef", options["kl_coef"], "a finite number", math.isfinite)
+            x = x - coef * (kl(options["kl_estimator"]) * mask).sum(1)
         else:
             arguments = (x, mask) if name in ("token_returns", "whiten") else (x,)
             x = getattr(library, name)(*arguments, **options)

@@ -30,7 +30,8 @@ class Optimizer:
         self.weights = list(trained.values())
         self.masters = [w if w.dtype.itemsize >= 4 else w.detach().float().requires_grad_() for w in self.weights]
         self.updates = 0
-        self.loss_scale = FIRST_LOSS_SCALE if config.half_dtype == "float16" else 1.0
+        self._scales_loss = config.half_dtype == "float16"
+        self.loss_scale = FIRST_LOSS_SCALE if self._scales_loss else 1.0
         self._updates_at_scale = 0
         self._adamw = torch.optim.AdamW(self.masters, lr=config.learning_rate, weight_decay=config.weight_decay)
 
@@ -76,7 +77,7 @@ class Optimizer:
         self._adamw.step()
         self.updates += 1
         self._updates_at_scale += 1
-        if self._config.half_dtype == "float16" and self._updates_at_scale == UPDATES_TO_RAISE:
+        if self._scales_loss and self._updates_at_scale == UPDATES_TO_RAISE:
             self.loss_scale *= 2
             self._updates_at_scale = 0
         self._copy_masters()
@@ -92,8 +93,10 @@ class Optimizer:
             name: {key: full(x) for key, x in {"weight": master, **self._adamw.state[master]}.items()}
             for name, master in zip(self.names, self.masters, strict=True)
         }
-        scale = {"loss_scale": self.loss_scale, "updates_at_scale": self._updates_at_scale}
-        return {"updates": self.updates, "weights": weights, **scale}
+        state = {"updates": self.updates, "weights": weights}
+        if self._scales_loss:
+            state |= {"loss_scale": self.loss_scale, "updates_at_scale": self._updates_at_scale}
+        return state
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -109,7 +112,7 @@ class Optimizer:
                 f"resume: expected a checkpoint with the trained weights of this model; {differing[0][0]} differs"
             )
         self.updates = state["updates"]
-        if self._config.half_dtype == "float16":
+        if self._scales_loss and "loss_scale" in state:  # a run in another precision has none
             self.loss_scale, self._updates_at_scale = state["loss_scale"], state["updates_at_scale"]
         for name, master in zip(self.names, self.masters, strict=True):
             saved = {key: like(x, master) for key, x in state["weights"][name].items()}

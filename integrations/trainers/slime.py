@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -250,7 +249,7 @@ def loss(
     out = loss_of(log_probs, ref_log_probs=ref, entropy=entropy, objective=objective)
 
     with torch.no_grad():
-        policy_term = replace(objective, kl_coef=0.0, entropy_coef=0.0)
+        policy_term = objective.without("kl_coef", "entropy_coef")
         per_token = {"ppo_kl": old - log_probs, "entropy_loss": entropy}  # [sum of R] each
         if rollout is not None:
             compared = log_probs if args.use_rollout_logprobs else old

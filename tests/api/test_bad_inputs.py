@@ -37,6 +37,7 @@ from gspo_kernels.backends.rows import PolicyRows
 from gspo_kernels.backends.torch.sequence import policy_forward
 from gspo_kernels.integrations.tasks import InputError
 from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels.validation import SMALLEST
 
 B, T, N, H, V, K, M = 2, 3, 7, 5, 11, 4, 6  # padded, packed, hidden size, vocabulary, ids per token, teachers
 NAN, INF = math.nan, math.inf
@@ -370,7 +371,7 @@ def changes_of(value: Any) -> Iterator[Change]:
 def changes_of_tensor(value: Tensor) -> Iterator[Change]:
     plain = value.detach()
     yield Change("number", 0.5, "0.5|float")
-    for x in (2, -1) if plain.dtype == torch.bool else FLOATS if plain.is_floating_point() else INTEGERS:
+    for x in (2, -1, 0.5) if plain.dtype == torch.bool else FLOATS if plain.is_floating_point() else INTEGERS:
         changed = plain.float() if plain.dtype == torch.bool else plain.clone()
         changed.view(-1)[0] = x
         yield Change(f"entry {x:g}".replace("+", ""), changed, f"{x}|float32".replace("1e+30", "e[+]"))
@@ -647,7 +648,8 @@ TOGETHER: list[tuple[str, str, dict[str, Any]]] = [
     ("group_advantages", "group_size must be given without group_ids", {"group_ids": IDS}),
     ("normalize_rewards, batch", "group_size must be None unless by='group', got 2", {"group_size": 2}),
     ("KeptSets.select", "tokens must be a mask of the 6 tokens", {"tokens": C([True])}),
-    ("KeptSets.from_lists", "sets must be for each answer, for each of its tokens", {"sets": [[1, 2]]}),
+    *(("KeptSets.from_lists", "sets must be for each answer, for each of its tokens", {"sets": sets})
+      for sets in ([[1, 2]], [[[1.5]]])),
     ("KeptSets.from_samples", "samples must be a pair", {"samples": [C([1])]}),
     ("KeptSets.from_samples", "the offsets of samples must be non-decreasing", {"samples": [(C([1, 2]), C([1, 3]))]}),
     ("KeptSets.from_samples", "samples must be 9 ids", {"samples": [(C([1, 2]), C([0, 9]))]}),
@@ -678,7 +680,8 @@ TOGETHER: list[tuple[str, str, dict[str, Any]]] = [
         ("vespo_k_pos must be .*exp(80)", {**VESPO, "vespo_k_pos": 50, "vespo_lambda_pos": 1}),
         ("vespo_k_neg must be .*exp(80)", {**VESPO, "vespo_k_neg": 50, "vespo_lambda_neg": 1}),
         ("vespo_k_pos must be .*exp(80)", {**VESPO, "vespo_k_pos": 0, "vespo_lambda_pos": above(80.0)}),
-        ("rollout_correction must be a RolloutCorrection, a tuple of at least one", {"rollout_correction": ()}),
+        *(("rollout_correction must be a RolloutCorrection, a tuple of at least one", {"rollout_correction": x})
+          for x in ((), (RolloutCorrection(), 1.0))),
     )),
     ("Objective.preset", "field must be one of .*'clip_low'", {"cliplow": 0.1}),
     *(("GSPOConfig", "epsilon_high must be at least 1 with loss_type='cispo'", {"loss_type": "cispo", **x})
@@ -704,6 +707,9 @@ def test_arguments_that_do_not_fit_together_are_named(name: str, message: str, c
 ENDS: list[tuple[str, str, Any, Any, dict[str, Any]]] = [
     ("gspo_fused_loss", "gradient_budget", below(1.0), 1.0, {}),
     ("gspo_fused_loss", "vocab_size", V, V + 1, {}),
+    ("gspo_fused_loss", "temperature", SMALLEST, SMALLEST / 2, {}),
+    ("gspo_fused_loss", "temperature", C(1.0), C(0.0), {}),
+    ("gspo_fused_loss", "normalizer", SMALLEST, SMALLEST / 2, {}),
     ("gspo_fused_loss", "target_ids", torch.full((B, T), 9), torch.full((B, T), 10), {}),
     ("gspo_fused_loss", "target_ids", torch.full((B, T), -100), torch.full((B, T), -1), {"mask": None}),
     ("linear_log_probs", "extra_ids", torch.full((B, T, K), 9), torch.full((B, T, K), 10), {}),
@@ -823,6 +829,7 @@ HEADS: dict[str, Callable[[], Any]] = {
     "nn.Linear.*, got .*with forward hooks": lambda: linear(lambda m: m.register_forward_hook(hook)),
     "nn.Linear.*, got .*Linear with forward hooks": lambda: linear(lambda m: m.register_forward_pre_hook(hook)),
     "nn.Linear.*, got .*with backward hooks": lambda: linear(lambda m: m.register_full_backward_hook(hook)),
+    "nn.Linear.*, got .*Linear with backward hooks": lambda: linear(lambda m: m.register_full_backward_pre_hook(hook)),
     "plain LoRA .*, got .*Dora": lambda: adapted(use_dora=True),
     "no LoRA bias.*, got .*LoRA bias": lambda: adapted(lora_bias=True),
     "unmerged before .*, got .*still merged": lambda: adapted(lambda m: (m.merge(), m.enable_adapters(False))),
@@ -947,6 +954,7 @@ def test_rounded_and_masked_log_probs_and_entropies_are_accepted() -> None:
     names = [name for name in arguments if name.endswith("log_probs")]
     out = function(**{**arguments, **dict.fromkeys(names, log_probs), "entropy": -log_probs})
     assert out.loss.isfinite() and out.metrics["invalid"] == 0
+    assert out.log_probs[-1, -1] == out.entropy[-1, -1] == 0
 
 
 @pytest.mark.parametrize(("variable", "text", "form"), [
@@ -960,6 +968,13 @@ def test_a_bad_environment_variable_is_named(
     function, arguments = CALLS["linear_log_probs"]
     with pytest.raises(ValueError, match=f"{variable} must be {form}.*, got '{text}'"):
         function(**{**arguments, "cache_mib": None})
+
+
+def test_an_empty_environment_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("GSPO_BACKEND", "GSPO_CHECK", "GSPO_SELF_CHECK", "GSPO_CACHE_MIB", "GSPO_WORKSPACE_MIB"):
+        monkeypatch.setenv(variable, "")
+    function, arguments = CALLS["gspo_fused_loss"]
+    assert function(**{**arguments, "cache_mib": None, "backend": "auto"}).loss.isfinite()
 
 
 def test_an_unknown_keyword_stays_pythons_error() -> None:

@@ -104,6 +104,7 @@ def install(versions: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) ->
 VERSIONS: list[tuple[dict[str, str | None], str]] = [  # installed, expected verdict
     ({"peft": None, "torch": f"{PINS['torch']}+cpu"}, "all installed packages are the tested versions"),
     ({"torch": "9.0", "triton": "3.6.0"}, "supported, but not tested: torch 9.0, triton 3.6.0"),
+    ({"torch": "9.0.dev1+cpu"}, "supported, but not tested: torch 9.0.dev1+cpu"),
     (
         {"trl": "1.99.0", "torch": "2.9.0+cu128", "peft": "main", "triton": "9.1"},
         f"torch 2.9.0+cu128 is too old: >=2.11 is required, run pip install torch=={PINS['torch']}; "
@@ -225,9 +226,11 @@ def test_a_broken_cuda_is_a_remark(is_available: Any, init: Any, remark: str, mo
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "512")
+    monkeypatch.setenv("PYTORCH_X", "1")
     monkeypatch.setenv("PATH_TO_A_SECRET", "secret")
     code, report = run_json()
-    assert "GSPO_WORKSPACE_MIB=512" in report["remarks"][-1] and "secret" not in str(report)
+    assert all(x in report["remarks"][-1] for x in ("GSPO_WORKSPACE_MIB=512", "PYTORCH_X=1"))
+    assert "secret" not in str(report)
     assert code == 0 and [d["name"] for d in report["devices"]] == ["cpu"]
     assert any(x.endswith(remark) for x in report["remarks"])
     assert {c["device"] for c in report["checks"]} == {"cpu"}
@@ -241,3 +244,6 @@ def test_a_device_that_cannot_be_read_does_not_hide_the_others(monkeypatch: pyte
     assert code == 1 and "backend='auto' fails on cuda:7" in report["verdict"]
     assert report["devices"][1]["why"] == "ZeroDivisionError: division by zero"
     assert {c["device"]: c["verdict"] for c in report["checks"]} == {"cpu": "ok", "cuda:7": "crashed"}
+    text = CliRunner().invoke(app, ["doctor"]).output
+    messages = [c["message"] for c in report["checks"] if c["message"]]
+    assert messages and all(" ".join(x.split()) in " ".join(text.split()) for x in [*messages, *report["remarks"]])

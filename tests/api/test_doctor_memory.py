@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from gspo_kernels import gspo_fused_loss, memory
+from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.torch import tiles
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.ranks import collectives
@@ -82,9 +83,15 @@ def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str)
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_frozen_head_saves_a_pass_with_every_cache(frozen: bool) -> None:
-    plan = memory.plan(memory.Batch(4096, 1024, 32_000), torch.bfloat16, "sm_90", frozen=frozen)
+    batch = memory.Batch(8192, 4096, 151_936)
+    plan = memory.plan(batch, torch.bfloat16, "sm_90", frozen=frozen)
     for size in (*plan.sizes, *plan.defaults.values()):
         assert size.passes == 1 + (1 if frozen else 2) + 1 - size.kept_rows
+    needs = NeedsGradient(True, not frozen, False, False, False)
+    with FakeTensorMode(), tuning.assume("sm_90"):
+        largest = memory.largest_default_cache(batch.head(torch.bfloat16), needs, "triton")
+    for gib, size in zip(memory.MEMORY_GIB, plan.defaults.values(), strict=True):
+        assert size.cache_mib == min(gib * 1024 // 64, largest // MIB)
 
 
 def test_a_small_batch_has_no_cache_by_default() -> None:
@@ -93,26 +100,32 @@ def test_a_small_batch_has_no_cache_by_default() -> None:
     assert [size.cache_mib for size in plan.defaults.values()] == [0] * len(memory.MEMORY_GIB)
 
 
-def test_the_report_of_a_frozen_head() -> None:
-    arguments = ("--memory", BATCH, "--architecture", "sm_90", "--lora")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_report_of_a_head(frozen: bool) -> None:
+    arguments = ("--memory", BATCH, "--architecture", "sm_90", *(["--lora"] if frozen else []))
     report = json.loads(run("--json", *arguments)[1])
-    assert report["sizes"][-1]["passes"] == 2
-    assert report["stock_mib"] == memory.trl_head_bytes(N, H, V, 2, True) / MIB
+    assert report["sizes"][-1]["passes"] == (2 if frozen else 3)
+    assert report["stock_mib"] == memory.trl_head_bytes(N, H, V, 2, frozen) / MIB
     assert report["inputs_mib"] == {"hidden": 2 * N * H / MIB, "weight": 2 * V * H / MIB}
     with FakeTensorMode(), tuning.assume("sm_90"):
-        bound = memory.bound(memory.Batch(N, H, V).head(torch.bfloat16), "triton", 0, frozen=True)
+        bound = memory.bound(memory.Batch(N, H, V).head(torch.bfloat16), "triton", 0, frozen=frozen)
     assert report["bound_mib"]["gradients"] == bound.gradients / MIB
     out = run(*arguments)[1]
-    assert f"a GPU: {report['stock_mib']:,.0f} MiB, 3.00 passes" in out
-    assert f"without a cache: at most {bound.peak / MIB:,.0f} MiB, 3.00 passes" in out
+    passes = 3 if frozen else 4
+    assert f"a GPU: {report['stock_mib']:,.0f} MiB, {passes}.00 passes" in out
+    assert f"without a cache: at most {bound.peak / MIB:,.0f} MiB, {passes}.00 passes" in out
 
 
 LLAMA = ("--memory", "32768,4096,128256", "--architecture", "sm_90")
 
 
 def test_the_cache_of_the_variable_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
-    assert "with cache_mib=2001 (GSPO_CACHE_MIB). It keeps 25% of the rows" in run(*LLAMA)[1]
+    for mib, share in ((2001, 25), (0, 0)):
+        monkeypatch.setenv("GSPO_CACHE_MIB", str(mib))
+        assert f"with cache_mib={mib} (GSPO_CACHE_MIB). It keeps {share}% of the rows" in run(*LLAMA)[1]
+    monkeypatch.setenv("GSPO_CACHE_MIB", "2000")  # more than all rows of the batch need
+    plan = memory.plan(memory.Batch(N, H, V), torch.bfloat16, "sm_90")
+    assert {size.peak_mib for size in plan.defaults.values()} == {plan.sizes[-1].peak_mib}
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -132,6 +145,8 @@ def test_the_bound_of_a_rank_holds(tp: int, entropy: bool, monkeypatch: pytest.M
         (["--memory", "0,64,100"], "N of 1 to 2,147,483,648, H of 1 to 65,536, V of 2 to 4,194,304, got '0,64,100'"),
         (["--memory", BATCH, "--architecture", "sm_86"], "--architecture: expected one of sm_80"),
         (["--architecture", "sm_90"], "--architecture: requires --memory or --model"),
+        (["--dtype", "fp32"], "--dtype: requires --memory or --model"),
+        (["--lora"], "--lora: requires --memory or --model"),
         (["--memory", BATCH, "--dtype", "int8"], "--dtype: expected one of fp32, bf16, fp16, float32"),
         (["--model", "a/b", "--tokens", "0"], "--tokens: expected 1 to 2,147,483,648 tokens, got 0"),
         (["--model", "a/b"], "--model: requires --tokens"),
@@ -154,7 +169,7 @@ def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
 )
 def test_the_sizes_of_a_models_head_come_from_its_folder(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert sizes("--model", str(tmp_path), "--tokens", str(N)) == sizes("--memory", BATCH)
+    assert sizes("--model", str(tmp_path), "--tokens", str(N)) == sizes("--memory", BATCH, "--dtype", "fp32")
 
 
 @pytest.mark.parametrize(

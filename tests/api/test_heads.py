@@ -196,12 +196,38 @@ def test_rows_that_peft_trains_are_in_the_weight(backend: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V, bias=False)})
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["body"], trainable_token_indices={"lm_head": [1, 2]}))
+    configs = [
+        peft.LoraConfig(target_modules=["body"], trainable_token_indices={"lm_head": x}) for x in ([1, 2], [2, 3])
+    ]
+    wrapped = peft.get_peft_model(model, configs[0])
+    wrapped.add_adapter("other", configs[1])
     head: Any = model["lm_head"]
-    with torch.no_grad():
-        head.token_adapter.trainable_tokens_delta["default"].mul_(1.5)
-    grads = assert_equals_the_module(head, backend)
-    assert set(grads) == {"hidden", "token_adapter.trainable_tokens_delta.default"}
+    deltas = head.token_adapter.trainable_tokens_delta
+    for name, factor in (("default", 1.5), ("other", 2.0)):
+        with torch.no_grad():
+            deltas[name].mul_(factor)
+        wrapped.set_adapter(name)
+        grads = assert_equals_the_module(head, backend)
+        assert set(grads) == {"hidden", f"token_adapter.trainable_tokens_delta.{name}"}
+
+
+def test_a_bias_is_added_to_a_head_with_trained_rows(backend: str) -> None:
+    """The argument `bias`, or what the module adds: PEFT 0.21 drops its own. Also with an fp32 head under autocast."""
+    peft = pytest.importorskip("peft")
+    ids, mask = targets_and_mask()
+    hidden, bias = hidden_states(), torch.randn(V, generator=torch.Generator().manual_seed(5))
+    for own in (True, False):
+        model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V, bias=own)})
+        config = peft.LoraConfig(target_modules=["body"], trainable_token_indices={"lm_head": [1, 2]})
+        peft.get_peft_model(model, config)
+        head: Any = model["lm_head"]
+        if own:
+            head.token_adapter.base_layer.bias.data = bias
+        with torch.autocast("cpu", torch.bfloat16, enabled=own):
+            options: dict[str, Any] = {"mask": mask, "bias": None if own else bias, "head_precision": "fp32"}
+            out = linear_log_probs(hidden, head, ids, backend=backend, **options)
+        expected = plain_log_probs(lambda x, head=head, own=own: head(x) + (0 if own else bias), hidden)
+        torch.testing.assert_close(out.log_probs, expected)
 
 
 @on_device
@@ -212,12 +238,15 @@ def test_modules_to_save_use_the_trained_copy(backend: str) -> None:
     model.forward = lambda hidden: model["lm_head"](hidden)  # PEFT requires a forward
     config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"])
     wrapped = peft.get_peft_model(model, config)
+    wrapped.add_adapter("other", config)
     head: Any = model["lm_head"]
     assert type(head).__name__ == "ModulesToSaveWrapper"
-    with torch.no_grad():
-        head.modules_to_save["default"].weight.mul_(1.5)
-    grads = assert_equals_the_module(head, backend)
-    assert set(grads) == {"hidden", "modules_to_save.default.weight", "modules_to_save.default.bias"}
+    for name in ("default", "other"):
+        with torch.no_grad():
+            head.modules_to_save[name].weight.mul_(1.5)
+        wrapped.set_adapter(name)
+        grads = assert_equals_the_module(head, backend)
+        assert set(grads) == {"hidden", f"modules_to_save.{name}.weight", f"modules_to_save.{name}.bias"}
     with wrapped.disable_adapter():
         assert set(assert_equals_the_module(head, backend)) == {"hidden"}
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from faults import backends, core, integrations, sharded, torch_backend, triton_backend
+from faults import backends, core, integrations, sharded, triton_backend
 
 FAULTS = {
     **core.FAULTS,
     **backends.FAULTS,
-    **torch_backend.FAULTS,
     **triton_backend.FAULTS,
     **integrations.FAULTS,
     **sharded.FAULTS,

@@ -15,16 +15,6 @@ FAULTS: dict[str, Fault] = {
         "d_log_probs = multiply_no_nan(of_loss.log_probs, {+1.01 * +}d_loss)",
         f"{ROW}[]",
     ),
-    "upstream gradient ignored": (
-        "scale_op",
-        "[-multiply_no_nan(coefficient, d_loss)-]{+coefficient+}",
-        f"{ROW}[entry=chained extra_ids=3]",
-    ),
-    "upper clip bound taken from clip_low": (
-        "Objective.log_window",
-        "math.log1p(self.[-clip_high-]{+clip_low+})",
-        f"{ROW}[ratio=token]",
-    ),
     "gradients of masked log-probs reach the head": (
         "_differentiate_log_probs",
         "[-d_log_probs = torch.where(head.mask, d_log_probs, 0)-]{+pass+}",
@@ -40,25 +30,10 @@ FAULTS: dict[str, Fault] = {
         "[-rollout-]{+weights+} if weights is None else multiply_no_nan(weights, rollout)",
         "sampler_mismatch::test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero[torch-token]",
     ),
-    "LoRA on the head ignored": (
-        "resolve",
-        "return Head(weight, bias[-, *_low_rank_term(check, lora, hidden, mask, tp_group)-])",
-        f"{ROW}[head=lora]",
-    ),
     "rows of the head that PEFT trains ignored": (
         "resolve",
         "[-tokens is not None and _adapts(check, tokens)-]{+False+}",
         "heads::test_rows_that_peft_trains_are_in_the_weight[torch]",
-    ),
-    "only the first of several corrections is applied": (
-        "_weigh",
-        "[-weight = torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)-]{+pass+}",
-        f"{ROW}[rollout_correction=two]",
-    ),
-    "metrics of micro-batches weighted equally": (
-        "metrics:_combined",
-        "ones if divisor is None else [-columns[divisor]-]{+(columns[divisor] > 0).double()+}",
-        f"{ROW}[]",
     ),
     "sampler weights with a gradient": (
         "_difference",

@@ -30,36 +30,6 @@ FAULTS: dict[str, Fault] = {
         "hidden if shift_labels is not None else hidden[:, [-:-1-]{+1:+}]",
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
     ),
-    "verl: the loss divides by the tokens of the answers that ran": (
-        "LiveBatch.loss",
-        "[-tu.assign_non_tensor(data, batch_num_tokens=self._batch_num_tokens)-]{+pass+}",
-        "trainers/verl_array::test_training_equals_that_with_verls_engine[1]",
-    ),
-    "verl: answers with advantage 0 left out beside a teacher": (
-        "verl/zero_advantage:inexact_setting",
-        '[-getattr(loss_function, "func", None) is not ppo_loss or -]config is None',
-        "trainers/verl_array::test_training_equals_that_with_verls_engine[1]",
-    ),
-    "verl's bounds swapped": (
-        "clip_window",
-        "[-low, high-]{+high, low+} = config.clip_ratio_low, config.clip_ratio_high",
-        "trainers/verl_parity::test_each_clip_bound_defaults_to_clip_ratio",
-    ),
-    "gradients of all but the last micro-batch lost in half precision": (
-        "Optimizer.collect",
-        "gradient[- if master.grad is None else master.grad + gradient-]",
-        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[half precision]",
-    ),
-    "kl_aggregation ignored in the trainer's divisor": (
-        "normalizers",
-        "[-of.kl_aggregation-]{+False+}",
-        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[KL of tokens]",
-    ),
-    "old log-probs without the temperature": (
-        "log_probs_of.log_probs",
-        '{"mask": rollout.answer_mask, "[-temperature": config.temperature, "-]backend": config.backend}',
-        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[KL of tokens]",
-    ),
     "a changed scale of logits not noticed": (
         "FusedHead._identity",
         "[-return *identity(self.head), *numbers, *((name, x, x._version) for name, x in tensors)-]{+return "
@@ -72,16 +42,6 @@ FAULTS: dict[str, Fault] = {
         "device=mask.device)+}",
         "trainers/trl_zero_advantage::test_old_log_probs_far_below_the_new_ones_make_no_nan[1]",
     ),
-    "answers move to another optimizer step": (
-        "LiveAnswers._steps_consist_of",
-        "[-self._steps.number % size == 0-]{+True+}",
-        "trainers/trl_zero_advantage::test_training_equals_stock_trl[interrupted]",
-    ),
-    "log-probs of the reference model stay in the order of lengths": (
-        "LiveAnswers._run_by_length",
-        "torch.cat(parts)[-[order.argsort()]-]",
-        "trainers/trl_zero_advantage::test_training_equals_stock_trl",
-    ),
     "a KL term does not switch skipping off": (
         "_has_gradient",
         "[-trainer.beta != 0-]{+False+}",
@@ -91,10 +51,5 @@ FAULTS: dict[str, Fault] = {
         "_has_gradient",
         '[-return f"distillation_coef={coef}"-]{+pass+}',
         "trainers/trl_teacher::test_gradients_and_logs_equal_those_of_full_logits[aligned]",
-    ),
-    "the divisors of an update count only answers that run": (
-        "gradients",
-        "divisors = normalizers(config, [-mask-]{+take(batch.rollout, rows_to_run(batch.live, rows)).answer_mask+})",
-        "trainer_array::test_a_run_is_right_and_continues_to_the_bit[dead answers]",
     ),
 }

@@ -1,7 +1,8 @@
 """The type of a seeded fault.
 
 Seeded are faults that would otherwise stay unseen: nothing fails or warns, but a loss, gradient, log-prob, divisor or
-metric of a loss is wrong. One fault for each such guarantee is enough.
+metric of a loss is wrong. One fault for each such guarantee is enough, and none for those that the rows of
+math/test_array.py and of the trainers' arrays detect.
 """
 
 from __future__ import annotations

@@ -31,45 +31,20 @@ FAULTS: dict[str, Fault] = {
         "tl.minimum(first_column + tl.arange(0, BLOCK_V), head.vocab_size - 1)[-.to(tl.int64)-]",
         "kernels::test_a_head_past_two_to_the_31_elements_is_read[sm_80]",
     ),
-    "ragged end of H not masked": (
-        "_load_operands",
-        "inside = tl.arange(0, BLOCK_H)[None, :] < [-remaining-]{+BLOCK_H+}",
-        f"{ROW}[backend=triton tiles=parts]",
-    ),
     "only the last partial sum over H kept": (
         "_product_by_pointers",
         "z [-+-]= chain",
         "kernels::test_sums_over_several_chains_of_hidden_elements_are_complete",
-    ),
-    "descriptors stay at the first block of H": (
-        "logit_tile",
-        "[first_column, [-start-]{+0+}]",
-        f"{ROW}[backend=triton tiles=parts dtype=bf16]",
-    ),
-    "soft-cap missing in the kernel": (
-        "_gradient_of_logits",
-        "[-d *= 1.0 - capped * capped-]{+pass+}",
-        f"{ROW}[backend=triton logit_softcap=5.0]",
     ),
     "1 - p computed by subtraction in the kernel": (
         "gradient_of_target",
         "tl.load(row_inputs.d_log_probs + rows) * [--expm1(log_p-]{+(1.0 - tl.exp(log_p)+})",
         "edges::test_gradients_of_peaked_rows_keep_their_relative_precision[triton-fp32]",
     ),
-    "the target's own share left out of the entropy": (
-        "gradient_of_target",
-        "[-d -= tl.load(row_inputs.d_entropy + rows) * tl.exp(log_p) * (log_p + h)-]{+pass+}",
-        f"{ROW}[backend=triton entropy_coef=0.02]",
-    ),
     "chunks overwrite each other": (
         "_Gradients._add_chunk",
         "add_product(d_weight, d_z.t(), hidden, first=[-chunk.start == 0-]{+True+})",
         f"{ROW}[backend=triton tiles=parts]",
-    ),
-    "power-of-two scale not removed": (
-        "scatter_in_place",
-        "chunk_sums[- if rows.boost is None else chunk_sums.div_(rows.boost)-]",
-        f"{ROW}[backend=triton dtype=fp16]",
     ),
     "log-ratios summed in fp32": (
         "sequence_log_ratio",
@@ -85,12 +60,6 @@ FAULTS: dict[str, Fault] = {
         "finish",
         "sequences_clipped / filled_or_1{+ / 2+}",
         CHECK,
-    ),
-    "cispo: gradient through the importance weight": (
-        "_policy_term",
-        "[-d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio,-]{+loss =+} multiply_no_nan(weights.policy * "
-        "value, lp)",
-        f"{ROW}[backend=triton surrogate=cispo advantages=per_token]",
     ),
     "a ratio equal to the bound counted as clipped": (
         "triton/surrogates:surrogate",
@@ -154,31 +123,9 @@ FAULTS: dict[str, Fault] = {
         '[-tl.where(filled, s, float("inf"))-]{+s+}',
         "loss_faults::test_empty_sequences_do_not_change_the_smallest_and_largest_ratio[triton-0.5-sequence]",
     ),
-    "non-contiguous log-probs read as contiguous": (
-        "policy_forward.contiguous",
-        "return [-None if x is None else x.contiguous()-]{+x+}",
-        f"{ROW}[backend=triton strides=tokens]",
-    ),
     "only the last block of sequences summed": (
         "totals:total",
         "acc [-+-]= x",
         "kernel_faults::test_metrics_combine_several_blocks_of_sequences[triton]",
-    ),
-    "the policy term's default normalizer used for KL, in Triton": (
-        "sequence_loss",
-        "divisor_of(kl_normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.[-KL_AGGREGATION-]{+AGGREGATION+}, "
-        "ACC=ACC, BLOCK=BLOCK)",
-        f"{ROW}[backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences]",
-    ),
-    "rows with only an entropy gradient left out": (
-        "gradient_rows",
-        "[-has_gradient = has_gradient | (d_entropy != 0)-]{+pass+}",
-        f"{ROW}[backend=triton entropy_coef=0.02]",
-    ),
-    "empty sequences in the default normalizer": (
-        "totals:total",
-        "tl.load(partials + PARTIAL * n + i, mask=i < n, other=neutral){+ + (1.0 if REDUCTION == COUNT_POSITIVE "
-        "else 0.0)+}",
-        f"{ROW}[backend=triton kl=term kl_aggregation=token-mean tokens=masked_sequences]",
     ),
 }

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 import gspo_kernels
 from gspo_kernels import metrics
-from gspo_kernels.backends.torch import tiles
+from gspo_kernels.backends.torch import backward, tiles
 from gspo_kernels.backends.triton import slabs, tuning
 from gspo_kernels.distillation import linear_top_k
 from gspo_kernels.inputs import head as inputs
@@ -176,6 +176,9 @@ def settings_of(row: Mapping[str, Any]) -> Iterator[list[Chosen]]:
         if row["products"] == "half":
             stack.enter_context(patch.object(tiles, "operand_dtype", lambda device, dtype, of_sums: dtype))
             stack.enter_context(patch.object(tiles, "_product", lambda a, b: a.to(sums_of(a)) @ b.to(sums_of(b))))
+        if row["products"] == "native":
+            stack.enter_context(patch.object(backward, "multiplies_bf16", lambda device: device.type == "cpu"))
+            stack.enter_context(patch.object(backward, "_D_LOGITS_BYTES", 2**13))  # several products of d_weight
         if row["architecture"]:
             stack.enter_context(tuning.assume(row["architecture"]))
         made = stack.enter_context(choices())
@@ -235,6 +238,7 @@ def dropped_of(case: Case, chosen: list[Chosen]) -> Tensor | None:
     if not case.row["gradient_budget"] or not chosen:
         return None
     (seen,) = chosen
+    assert case.row["frozen"] != "everything", "nothing has a gradient that could be left out"
     keep = live_entries(seen) | ~(seen.head.mask & (seen.coefficient != 0))[:, None]
     return torch.nn.functional.pad(~keep, (0, len(case.leaves["weight"]) - keep.shape[1]), value=True)
 

@@ -125,6 +125,8 @@ def _cp() -> None:
     mask = torch.cat([torch.arange(n) < m for n, m in zip(padded.diff().tolist(), lengths, strict=True)])[None]
     true = torch.tensor([0, 7, 11, 20], dtype=torch.int32)
     packed = PackedSeqParams("thd", true, true, padded.int(), padded.int(), 12, 12)
+    without_padding = PackedSeqParams("thd", padded.int(), padded.int())
+    assert torch.equal(megatron.local_cu_seqlens(without_padding, group), megatron.local_cu_seqlens(packed, group))
     parts = []
     for start, end in zip(padded[:-1].tolist(), padded[1:].tolist(), strict=True):
         chunks = torch.arange(start, end).chunk(4)
@@ -240,7 +242,19 @@ for _sequence_parallel in (False, True):
         out = make(kind=WithProcessor)(**inputs, output_processor=output_processor, output_processor_context=context)
         assert out.log_probs.shape == (B, S) and out.entropy is None
         options: dict[str, Any] = {"gradient_budget": 1e-3, "cache_mib": 2.0, "backend": "torch"}
-        assert options.items() <= passed_to_head(lambda: model_log_probs(model, targets, **options, **inputs)).items()
+        model.config.use_mup, model.config.mup_output_mult = True, 0.5  # of Megatron Core 0.18
+        wrapped = Wrapper(Wrapper(model))  # as DistributedDataParallel around Float16Module
+        passed = passed_to_head(lambda: model_log_probs(wrapped, targets, **options, **inputs))
+        assert (options | {"logit_scale": 0.5}).items() <= passed.items()
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        return self.module(*args, **inputs)
 
 
 def passed_to_head(run: Callable[[], Any]) -> dict[str, Any]:
@@ -267,6 +281,9 @@ def _refused() -> None:
     refused("model must be a GPTModel", TypeError, lambda: model_log_probs(nn.Linear(2, 2), targets, **inputs))
     refused("target_ids must be [B, S] = [2, 8]", ValueError, lambda: model_log_probs(model, targets[:, 1:], **inputs))
     assert "forward" not in vars(model.output_layer)  # restored after an error
+    model.output_layer.forward = None
+    refused("a layer with the forward of its class", TypeError, lambda: model_log_probs(model, targets, **inputs))
+    del model.output_layer.forward
     model.config.mtp_num_layers = 1
     refused("mtp_num_layers must be None", ValueError, lambda: model_log_probs(model, targets, **inputs))
     call = partial(output_processor, hidden_states=torch.zeros(S, B, 16).double(), context=Targets(targets))

@@ -151,7 +151,7 @@ for _padding in (0, 3):
 SLIME = "slime.backends.megatron_utils"
 SLIME_ARGS = SimpleNamespace(
     rollout_temperature=0.7,
-    rollout_top_p=1.0,
+    rollout_top_p=0.9,
     entropy_coef=0.1,
     allgather_cp=False,
     enable_mtp_training=False,
@@ -219,6 +219,10 @@ for _tied in (False, True):
                 assert list(ours_of(args=SLIME_ARGS)[1]) == ["log_probs"]
                 truncated = dict(args=SLIME_ARGS, top_p_token_ids=[first, second], top_p_token_offsets=offsets)
                 replayed = torch.cat(ours_of(**truncated)[1]["log_probs"]).detach()
+                both = ours_of(**truncated, with_entropy=True)[1]
+                assert torch.equal(torch.cat(both["log_probs"]), replayed)
+                assert all(map(torch.equal, both["entropy"], out["entropy"]))
+                assert all(x.requires_grad for x in both["entropy"])
                 redistribute = fakes[f"{SLIME}.loss"]._allgather_cp_redistribute = mock.Mock()
                 ours_of(args=SimpleNamespace(**{**vars(SLIME_ARGS), "allgather_cp": True}))
                 redistribute.assert_called_once_with(mock.ANY, logits_local_len=S, **lengths)

@@ -112,6 +112,7 @@ def pair_cover(
     *,
     bans: Sequence[Ban] = (),
     triples_of: Sequence[str] = (),
+    independent: Sequence[tuple[str, str]] = (),
 ) -> list[dict[str, Any]]:
     """Choose rows, with one value per factor, so that every allowed pair of values occurs in at least one row.
 
@@ -121,9 +122,13 @@ def pair_cover(
         seed: of the random choices.
         bans: combinations that must not occur. Unlike `is_allowed`, they are avoided while a row is drawn.
         triples_of: factors of which every allowed triple of values occurs.
+        independent: pairs of factors whose values need not meet.
     """
     rng = random.Random(seed)
     drawn = Rows(factors, bans)
+    for a, b in independent:
+        for values in itertools.product(factors[a], factors[b]):
+            drawn.leave_out(dict(zip((a, b), values, strict=True)))
     left = dict.fromkeys(_triples(factors, triples_of))
     rows: list[dict[str, Any]] = []
 

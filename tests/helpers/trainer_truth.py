@@ -71,6 +71,8 @@ class Truth:
             model.double()
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("eager")  # grouped products have no float64
+        if self.config.parallel == "ddp" and policy.initial:  # which is the policy before any update
+            assert all(map(torch.equal, policy.initial.model.parameters(), policy.model.parameters()))
         self.truth.model.requires_grad_(False)
         for name, weight in policy.model.named_parameters():
             self.truth.model.get_parameter(name).requires_grad_(weight.requires_grad)
@@ -289,6 +291,10 @@ class Truth:
         """Compare a step with AdamW's formula, in float64, and the sum of micro-batches in half precision."""
         config = self.config
         gradients = [full(x.grad).double() for x in optimizer.masters]
+        half = config.half_dtype
+        if config.parallel == "fsdp2" and half and not config.uses_autocast:  # averaged in fp32
+            rounded = [x.to(getattr(torch, half)).double() for x in gradients]
+            assert not all(map(torch.equal, rounded, gradients)) or not any(map(torch.any, gradients))
         if self.collected:
             scaled = torch.stack(gather(torch.stack(self.collected).sum(0))).mean(0)
             norm = scaled.norm().item() / numbers.get("loss_scale", 1)
@@ -343,7 +349,7 @@ class Truth:
         assert row["answer_tokens"] == close(rollout.answer_mask.sum() / len(answers))
         assert row["learning_rate"] == close(config.learning_rate_at(self.updates - 1))
         assert row["clip_fraction_first_update"] == updates[0].numbers["clip_fraction"]
-        for name in ("loss", "grad_norm", "rows_run"):
+        for name in ("loss", "grad_norm", "rows_run", *({"rows_differentiated"} & row.keys())):
             assert row[name] == close(fmean(x.numbers[name] for x in updates))
         if None not in self.of_step:
             self.check_metrics(row, self.of_step)  # type: ignore[arg-type]

@@ -69,6 +69,12 @@ def test_all_log_probs_are_those_at_the_temperature() -> None:
     for ours in log_probs_by_precision(model, ids, answer_mask=mask, temperature=0.7):
         error = (ours - exact_log_probs(model, ids, 0.7))[mask[:, 1:] > 0]
         assert error.abs().max() < 10 * LOG_PROB_STD
+    positions = 2 * torch.arange(WIDTH).expand_as(ids)
+    ones = torch.ones_like(ids)  # without a mask, transformers takes them for packed sequences
+    at_positions = log_probs_by_precision(model, ids, ones, mask, position_ids=positions).fp32
+    logits = model.double()(ids, ones, positions).logits[:, :-1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    assert ((at_positions - expected)[mask[:, 1:] > 0]).abs().max() < 10 * LOG_PROB_STD
 
 
 @pytest.mark.parametrize("ratio", ["sequence", "sequence-token", "token"])

@@ -181,6 +181,8 @@ def test_logit_options_keeps_a_fused_model_fused() -> None:
     model = make("qwen3").double()
     head = fuse_head(model)
     assert logit_options(model) == PLAIN and fuse_head(model) is head
+    compiled: Any = torch.compile(model, backend="eager")
+    assert fuse_head(compiled) is head
     assert_fused_equals_dense(model)
     head.remove()
     assert logit_options(model) == PLAIN and "forward" not in vars(model)
@@ -403,6 +405,12 @@ def test_a_tensor_that_scales_logits_may_change_in_place_but_not_be_trained() ->
     assert_fused_equals_dense(model)
     model.logit_scale.fill_(0.8)
     assert_fused_equals_dense(model)
+    del model.logit_scale
+    model.register_buffer("logit_scale", torch.tensor(0.5))
+    assert_fused_equals_dense(model)
+    model.logit_scale.fill_(0.8)
+    assert_fused_equals_dense(model)
+    del model.logit_scale
     model.logit_scale = torch.nn.Parameter(torch.tensor(0.5))
     with pytest.raises(HeadError, match="logit_scale of CohereForCausalLM must not be trained"):
         assert_fused_equals_dense(model)
@@ -525,6 +533,12 @@ def test_packed_sequences_are_kept_apart_or_refused() -> None:
                 *args, **({} if positional else packed | {"attention_mask": ones}), use_cache=False, with_head=log_probs
             )
 
+    two = {name: x.repeat(2, 1) for name, x in packed.items()}
+    cache = transformers.DynamicCache(config=model.config)
+    for inputs in (two | {"attention_mask": ones.repeat(2, 1)}, packed | {"past_key_values": cache}):
+        with pytest.raises(ValueError, match="for packed sequences"):
+            model(**inputs, use_cache=False, with_head=log_probs)
+
     own_mask = torch.block_diag(*[torch.ones(8, 8).tril()] * 3).bool()[None, None]  # with or without a cache
     for mask in (own_mask, {"full_attention": own_mask}):
         result = model(**packed, attention_mask=mask, with_head=log_probs).result
@@ -572,6 +586,8 @@ def test_the_head_is_restored_after_an_error_inside_the_model() -> None:
 def test_negative_and_unlisted_scales_are_measured() -> None:
     assert fuse_head(make("cohere", logit_scale=-0.3)).options.logit_scale == pytest.approx(-0.3)
     assert fuse_head(odd(lambda logits: logits * 0.37)).options.logit_scale == pytest.approx(0.37)
+    options = fuse_head(odd(lambda logits: 5 * torch.tanh(0.4 * logits / 5))).options
+    assert (options.logit_scale, options.logit_softcap) == (pytest.approx(0.4), pytest.approx(5.0))
 
 
 def test_the_lines_of_the_integrations_page_have_the_gradient_of_dense_gspo() -> None:

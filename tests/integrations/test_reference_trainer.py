@@ -49,10 +49,14 @@ def test_curves_are_moving_averages_and_intervals(tmp_path: Path, monkeypatch: p
     for step, (mean, low, high) in {0: (2.0, 1.0, 5.0), 12: (7.0, 4.0, 9.0)}.items():
         estimate = {"eval_reward": mean, "eval_reward_low": low, "eval_reward_high": high, "eval_reward_prompts": 1}
         rows[step] |= {**estimate, "eval_rewards": {"total": [mean]}}
+        rows[step] |= {f"{name}/right": x / 2 for name, x in estimate.items()}
+    rows = [{"seed": 0, "reward/right": 0.5, **row} for row in rows]
+    rows += [{**row, "seed": 1, "reward": 0.0} for row in rows]
     figures: list[Any] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    plot_curves([{"seed": 0, **row} for row in rows], tmp_path / "curves.png")
+    plot_curves(rows, tmp_path / "curves.png")
     each, means, evaluated, *_ = figures[0].axes[0].get_lines()
+    assert figures[0].axes[1].get_lines()[2].get_ydata().tolist() == [1.0, 3.5]
     assert each.get_ydata().tolist() == rewards
     expected = [sum(rewards[:i]) / i for i in range(1, 11)] + [sum(rewards[i : i + 10]) / 10 for i in (1, 2)]
     assert means.get_ydata().tolist() == pytest.approx(expected) and means.get_xdata().tolist() == [*range(1, 13)]
@@ -98,21 +102,23 @@ def test_the_head_is_fp32_in_updates_old_log_probs_and_teacher(tmp_path: Path, m
 # Sampling
 
 
-def test_the_mask_ends_at_the_first_end_of_sequence_token() -> None:
+@pytest.mark.parametrize("letters", ["", "c"])
+def test_the_mask_ends_at_the_first_end_token_of_the_tokenizer_or_the_checkpoint(letters: str) -> None:
     torch.manual_seed(1)
     demo = policy.demo_policy()
-    end = demo.tokenizer.eos_token_id
+    ends = {demo.tokenizer.eos_token_id, *demo.tokenizer.convert_tokens_to_ids([*letters])}
+    demo.inner.generation_config.eos_token_id = sorted(ends)
     examples = [Example("sort abc:", ""), Example("sort fedcb:", "")]
     rollout = sample(demo, examples, group_size=32, max_new_tokens=7, temperature=1.0)
     assert rollout.input_ids.shape[0] == len(rollout.texts) == 32 * len(examples)
     lengths = set()
     for ids, mask, text in zip(rollout.answer_ids.tolist(), rollout.answer_mask.tolist(), rollout.texts, strict=True):
-        length = ids.index(end) + 1 if end in ids else len(ids)
+        length = min((ids.index(end) + 1 for end in ends & {*ids}), default=len(ids))
         assert mask == [True] * length + [False] * (len(ids) - length)
-        assert text == demo.tokenizer.decode([token for token in ids[:length] if token != end])
+        assert text == demo.tokenizer.decode([token for token in ids[:length] if token not in ends])
         lengths.add(length)
     assert len(lengths) > 2
-    assert rollout.truncated.tolist() == [end not in ids for ids in rollout.answer_ids.tolist()]
+    assert rollout.truncated.tolist() == [not ends & {*ids} for ids in rollout.answer_ids.tolist()]
     assert rollout.attention_mask[:32, : rollout.prompt_width].sum(1).eq(9).all()  # "sort abc:", padded by two
     assert rollout.attention_mask[0, :2].eq(0).all()
 
@@ -191,6 +197,9 @@ def test_rewards_of_completions() -> None:
         ("The capital is Paris.", "Paris", 1),
         ("It is New York!", "New York", 1),
         ("Paris is not it", "Paris", 0),
+        ("It is -5.", "-5", 1),
+        ("It is 5.", "-5", 0),
+        ('"It is Paris."*', "Paris", 1),
     ]:
         assert answer_found(completion, answer) == reward, completion
 
@@ -204,6 +213,14 @@ def test_rewards_of_completions() -> None:
         ("group_size=1", "group_size: expected at least 2"),
         ("skip_zero_advantage=true kl_coef=0.1", "skip_zero_advantage: expected false or none with kl_coef=0.1, got"),
         ('advantages=[{"group_advantages":{"scale":"loo"}}]', "advantages: group_advantages: scale must be one of"),
+        (
+            'advantages=[{"subtract_kl":{"kl_coef":0.1}}]',
+            "advantages: subtract_kl takes kl_coef and kl_estimator, got kl_coef",
+        ),
+        (
+            'advantages=[{"token_returns":{"kl_coef":0.1,"kl":"k4"}}]',
+            "advantages: token_returns: the KL's estimator must be one of 'k1'",
+        ),
         ("model=x data=x.jsonl task=sorting", "task: expected '' with data=x.jsonl, which has its own prompts, got"),
         ("gradient_budget=1e-3 entropy_coef=0.01", "gradient_budget: expected 0 with an entropy bonus"),
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),

@@ -127,7 +127,7 @@ def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
         call_prime_rl(b, b.log_probs, clip_hi=0.1)
 
 
-@pytest.mark.parametrize(("softcap", "truncated"), [(None, False), (4.0, False), (None, True)])
+@pytest.mark.parametrize(("softcap", "truncated"), [(None, False), (4.0, False), (4.0, True)])
 def test_prime_rls_head_equals_its_logits(softcap: float | None, truncated: bool) -> None:
     """Compare with src/prime_rl/trainer/models/layers/lm_head{,_gemma}.py, at another temperature for each token."""
 
@@ -306,6 +306,14 @@ def test_slimes_truncated_importance_weights(batch: Rollout, slime_loss: None) -
     check(b, without_old, lambda lp: formula(lp, lp.detach()))
 
 
+def test_old_log_probs_of_the_engine_must_be_in_the_batch(
+    batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "engine", lambda _: [])
+    with pytest.raises(ValueError, match="rollout_log_probs must be in the batch"):
+        call_slime(batch, batch.log_probs, use_rollout_logprobs=True)
+
+
 def test_a_rollout_of_several_samples_is_refused(batch: Rollout, slime_loss: None) -> None:
     shared = batch.mask.sum(1)
     shared[0] = shared[1] = shared[0] + shared[1]
@@ -404,7 +412,9 @@ def test_ms_swifts_loss_is_its_gspo(batch: Rollout) -> None:
 
     make = partial(WithKL, beta=0.1, args=SimpleNamespace(delta=1.0005, log_entropy=False))
     with_ref = swift_batch(b, ref_per_token_logps=b.ref)
-    check(b, lambda lp: make(lp).loss(None, {}, with_ref), partial(formula, delta=1.0005, beta=0.1))
+    metrics = check(b, lambda lp: make(lp).loss(None, {}, with_ref), partial(formula, delta=1.0005, beta=0.1))
+    kl = k3(b.log_probs, b.ref)[b.mask].mean()
+    assert metrics["kl"] == pytest.approx(kl.item(), rel=METRIC_RELATIVE)
     check(b, lambda lp: Trainer(lp, beta=0.1, kl_in_reward=True).loss(None, {}, swift_batch(b)), formula)
     unfiltered = swift_batch(b, completion_mask=rollout(GSPO).mask)  # overlong_filter masks sequence EMPTY
     check(b, lambda lp: Trainer(lp, overlong_filter=True).loss(None, {}, unfiltered), formula)

@@ -34,7 +34,7 @@ IDS = torch.arange(3, 40)[None]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bf16 checkpoint and two runs on it: "full" and "lora", which has seeds 0 and 1."""
+    """A folder with a bf16 checkpoint and two runs on it: "full" and "lora", which has seeds 1 and 0."""
     folder = tmp_path_factory.mktemp("runs")
     model = AutoModelForCausalLM.from_pretrained(chat_model.save(folder / "base"), dtype=torch.bfloat16)
     model.generation_config.update(do_sample=True, top_k=7, eos_token_id=[0])
@@ -49,18 +49,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     options |= {"reward": f"0.5*{folder}/rewards.py:brief", "model": folder / "base", "max_new_tokens": 4}
     train(train_config(name="full", learning_rate=1e-2, **options))
-    options |= {"lora_rank": 4, "lora_alpha": 7, "lora_head": True, "seeds": [0, 1]}
+    options |= {"lora_rank": 4, "lora_alpha": 7, "lora_head": True, "seeds": [1, 0]}
     train(train_config(name="lora", learning_rate=1e-1, **options))
     return folder
 
 
-@pytest.mark.parametrize(("name", "seed"), [("full", 0), ("lora", 0), ("lora", 1)])
-def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "seed", "options"),
+    [
+        ("full", 0, ""),
+        ("full", 0, "--dtype bfloat16"),
+        ("lora", 1, ""),
+        ("lora", 0, "--seed 0 --dtype bfloat16"),
+    ],
+)
+def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, seed: int, options: str) -> None:
     out = tmp_path / "new" / "out"
-    options = ["--seed", "1", "--dtype", "bfloat16"] if seed else []
-    result = CliRunner().invoke(app, ["export", str(runs / name), str(out), *options])
+    result = CliRunner().invoke(app, ["export", str(runs / name), str(out), *options.split()])
     assert result.exit_code == 0, result.output
-    dtype = torch.bfloat16 if seed else torch.float32
+    dtype = torch.bfloat16 if options else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == dtype and result.output.startswith(f"model: {out}, ")
     assert f" GB, {str(dtype).removeprefix('torch.')}\n" in result.output
@@ -84,7 +91,7 @@ def test_an_export_is_the_trained_model(runs: Path, tmp_path: Path, name: str, s
                 ) / 2
         assert "lm_head.weight" in limits
     else:
-        expected, limits = AutoModelForCausalLM.from_pretrained(trained).state_dict(), {}
+        expected, limits = AutoModelForCausalLM.from_pretrained(trained, dtype=dtype).state_dict(), {}
         assert not torch.equal(weights["lm_head.weight"], base["lm_head.weight"])
     assert weights.keys() == expected.keys()
     for key, x in weights.items():
@@ -145,24 +152,41 @@ def test_a_change_smaller_than_the_rounding_of_bf16_is_kept(
         assert (ROUNDED in capsys.readouterr().out) == (name == "bfloat16")
 
 
-def test_an_adapter_is_exported_in_the_format_of_peft(runs: Path, tmp_path: Path) -> None:
+def test_a_model_keeps_its_dtype(runs: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(runs / "full", tmp_path / "run") / "model-seed0"
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
+    out = export(tmp_path / "run", tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def test_an_adapter_is_exported_in_the_format_of_peft(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The base is a bf16 checkpoint, which was loaded in fp32 for training."""
+    monkeypatch.chdir(runs)
     out = tmp_path / "mine"
-    arguments = ["export", str(runs / "lora"), str(out), "--adapter", "--base", str(runs / "base")]
+    arguments = ["export", "lora", str(out), "--adapter", "--base", "base"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and result.stdout.startswith(f"adapter: {out}, ")
     assert result.stdout.endswith(f" GB, load its base {runs}/base in float32, as in training\n")
     loaded: Any = AutoPeftModelForCausalLM.from_pretrained(str(out), dtype=torch.float32)
-    trained = loading.load_policy(str(runs / "lora" / "model-seed0"), merge=False).model
+    trained = loading.load_policy(str(runs / "lora" / "model-seed1"), merge=False).model
     assert torch.equal(loaded(IDS).logits, trained(IDS).logits)
     names = {path.name for path in out.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} < names
     assert not names & {"config.json", "generation_config.json"}
+    config = json.loads((shutil.copytree("lora", tmp_path / "lora") / "config.json").read_text())
+    for parallel, dtype in (("ddp", "bfloat16"), ("fsdp2", "float32")):  # FSDP2 keeps fp32 weights
+        changed = {**config, "precision": "bf16", "parallel": parallel}
+        (tmp_path / "lora" / "config.json").write_text(json.dumps(changed))
+        said: list[str] = []
+        export(tmp_path / "lora", tmp_path / parallel, adapter=True, say=said.append)
+        assert f" in {dtype}, as in training" in said[0]
 
 
 def test_a_base_that_has_moved_is_named_and_can_be_given(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "lora", tmp_path / "lora")
-    settings = tmp_path / "lora" / "model-seed0" / "adapter_config.json"
+    settings = tmp_path / "lora" / "model-seed1" / "adapter_config.json"
     written = json.loads(settings.read_text())
     assert written["base_model_name_or_path"] == str(runs / "base")
     settings.write_text(json.dumps({**written, "base_model_name_or_path": str(tmp_path / "gone")}))

@@ -259,6 +259,12 @@ def test_the_loss_scale_grows_and_is_halved_down_to_1(tmp_path: Path, monkeypatc
         factors.append(optimizer.loss_scale / optimizer_module.FIRST_LOSS_SCALE)
         optimizer.step()
     assert factors == [1, 1, 2, 2, 4, 2, 2, 4]
+    another = Optimizer(loading.initial_policy(config), config)
+    another.load(optimizer.state())
+    assert another.state()["loss_scale"] == 4 * optimizer_module.FIRST_LOSS_SCALE
+    another = Optimizer(loading.initial_policy(config), config)
+    another.load(Optimizer(loading.initial_policy(config), small(tmp_path)).state())  # of a run in fp32
+    assert another.loss_scale == optimizer_module.FIRST_LOSS_SCALE
     optimizer.loss_scale = 1.0
     assert not optimizer.lower_loss_scale()
 
@@ -310,6 +316,8 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     assert computed(Step("normalize_rewards", {"by": "running", "scale": False})) == pytest.approx(
         [1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0]
     )
+    by_batch = computed(Step("normalize_rewards", {"by": "batch", "scale": False}))
+    assert by_batch == pytest.approx([1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0])
     assert running.count == 3
     nothing = RewardBatch([0.0] * 6, {"one": [None] * 6}, [])
     assert advantages_of(TrainConfig(group_size=3), batch, nothing, running).tolist() == [0] * 6
@@ -349,6 +357,9 @@ def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None
     of_tokens = advantages(Step("token_returns", {"kl_coef": 0.1, "kl": f"{estimator}, per token"}))
     expected = torch.tensor([[1 - 0.2 * kl, 1 - 0.1 * kl, 0], [2 - 0.1 * kl, 0, 0]])
     torch.testing.assert_close(of_tokens, expected)
+    default = Step("token_returns", {"kl_coef": 0.1})
+    assert TrainConfig(advantages=(default,)).needs_reference
+    assert torch.equal(advantages(default), of_tokens) == (kl == KL_OF_TOKEN["k1"])
 
 
 # Rewards and trackers

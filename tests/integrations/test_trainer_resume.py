@@ -152,6 +152,12 @@ def test_changed_options_are_said_and_taken(
     assert "resume" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("seeds", ["0,1", "0,1,5"])  # a seed that has not begun is dropped or replaced
+def test_seeds_that_have_not_begun_may_change(two_seeds: Path, seeds: str) -> None:
+    result = CliRunner().invoke(app, ["train", "--resume", str(two_seeds), "--dry-run", f"seeds={seeds}"])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -142,6 +142,10 @@ def test_a_signal_that_the_caller_handles_keeps_its_handler() -> None:
                 signal.raise_signal(signal.SIGINT)
             assert stop.received == signal.SIGINT
         assert {number: signal.getsignal(number) for number in handlers} == handlers
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGINT)
+        assert stop.received is None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -227,7 +231,7 @@ def test_only_the_first_process_prints(
     assert capsys.readouterr().out == out
 
 
-ROW = {"reward": 0.0, "clip_fraction": 0.1, "tokens_per_second": 1.0, "truncated": 0.0}
+ROW = {"reward": 0.25, "clip_fraction": 0.1, "tokens_per_second": 1.0, "truncated": 0.5}
 
 
 def shown(tmp_path: Path, rows: list[dict[str, float]], resumed_at: int | None = None) -> list[str]:
@@ -253,7 +257,10 @@ def test_steps_without_a_signal_are_warned_of_once(tmp_path: Path, resumed_at: i
     rows = [{"groups_without_signal": 0.5 if step in (9, 25) else 1.0} for step in range(1, 41)]
     states = shown(tmp_path, rows, resumed_at)
     assert [text.count("WARNING") for text in states] == [0] * 18 + [1] * 22
-    assert "In 10 consecutive steps, all answers to each prompt had the same reward, 0 on average, and 0%" in states[-1]
+    assert (
+        "In 10 consecutive steps, all answers to each prompt had the same reward, 0.25 on average, and 50%"
+        in states[-1]
+    )
 
 
 @pytest.mark.parametrize("resumed_at", [None, 3])

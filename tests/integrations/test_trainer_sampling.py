@@ -132,6 +132,7 @@ def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypa
 
 
 def test_rounded_weights_sample_and_the_exact_ones_come_back(demo: policy.Policy) -> None:
+    demo.head.requires_grad_(False)  # as without an adapter on the head
     weights = list(demo.model.parameters())
     before = [weight.detach().clone() for weight in weights]
     with pytest.raises(KeyboardInterrupt), sampler_weights(demo, "bf16"):

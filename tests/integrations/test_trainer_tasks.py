@@ -67,6 +67,7 @@ def lines(*_: str) -> float:
         (endless, "no result after 0.05 s"),
         (lambda *_: "good", "ValueError: could not convert string to float: 'good'"),
         (lambda *_: 1e39, "ValueError: expected a finite float32 number, got 1e+39"),
+        (lambda *_: -1e39, "ValueError: expected a finite float32 number, got -1e+39"),
     ],
 )
 def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., float], reason: str) -> None:
@@ -125,17 +126,22 @@ SAID = ["4", [{"role": "assistant", "content": "6"}]]  # TRL's form of a complet
             {"completions": SAID, "answer": ANSWERS, "kwargs": {"prompts": PROMPTS, "level": [1, 2]}},
         ),
         ("prompts, completions, level", {"completions": SAID, "prompts": PROMPTS, "level": [1, 2]}),
+        (
+            "prompts, **kwargs",
+            {"prompts": PROMPTS, "kwargs": {"completions": SAID, "level": [1, 2], "answer": ANSWERS}},
+        ),
     ],
 )
 def test_a_reward_gets_the_columns_that_it_asks_for(parameters: str, expected: dict[str, Any]) -> None:
     calls: list[dict[str, Any]] = []
     space: dict[str, Any] = {"calls": calls}
-    returned = "[0.5, None]" if "completions" in parameters else "0.5"
+    takes_lists = parameters.startswith(("completions", "prompts"))
+    returned = "[0.5, None]" if takes_lists else "0.5"
     exec(f"def reward({parameters}):\n    calls.append(dict(locals()))\n    return {returned}", space)
     rewards = Rewards((RewardComponent("mine", 2.0, space["reward"]),))
     rewards.check(ROWS)
     batch = rewards(["4", "6"], ROWS)
-    if "completions" in parameters:
+    if takes_lists:
         assert calls == [expected] and batch.components == {"mine": [0.5, None]} and batch.total == [1.0, 0.0]
     else:
         assert calls == [{name: x[i] for name, x in expected.items()} for i in (0, 1)] and batch.total == [1.0, 1.0]
@@ -171,6 +177,7 @@ def test_a_list_of_rewards_fails_as_a_whole_or_by_entry() -> None:
     assert not Rewards((slow,), timeout=0.1)(["a", "b"], ROWS).failures  # the limit is per completion
     assert len(Rewards((slow,), timeout=0.05)(["a", "b"], ROWS).failures) == 2
     assert task_of(TrainConfig(reward_timeout=9.0)).rewards.timeout == 9.0
+    assert task_of(TrainConfig(), task_by_name("sorting", 32), len).rewards.components[0].name == "len"
 
 
 def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:
@@ -214,6 +221,7 @@ def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch:
     ]:
         component = load_reward(spec)
         assert component[:2] == ("long", weight) and component.function("ab", "") == 6
+        assert task_of(TrainConfig(reward=(spec,)), None, len).rewards.components[0].name == "len"
     assert sys.path == path
 
 
@@ -304,6 +312,8 @@ def test_prompts_above_the_limit_are_left_out(demo: policy.Policy, monkeypatch: 
     assert fitting(config, demo, task) == (kept, left_out)
     with pytest.raises(InputError, match=r"max_new_tokens=9: with the longest prompt \(10 tokens\) .* 18 positions"):
         fitting(replace(config, max_new_tokens=9), demo, task)
+    with pytest.raises(InputError, match=r"with the longest prompt \(10 tokens\)"):
+        fitting(replace(config, max_new_tokens=9), demo, replace(task, held_out=[Example("a:", "")]))
 
 
 # Chats

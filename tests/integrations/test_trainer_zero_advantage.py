@@ -41,9 +41,9 @@ def test_all_processes_run_equally_many_rows(
 
 def test_a_part_of_the_model_that_makes_skipping_inexact_is_named(tmp_path: Path) -> None:
     policy = demo_policy()
-    assert skipping(TrainConfig(), policy)[:2] == (True, True)
+    assert skipping(TrainConfig(), policy)[:2] == (True, True) and not demo_policy().keeps_padding
     policy.model.model.rotary_emb.rope_type = {"full_attention": "dynamic"}
-    assert "(rope_type='dynamic')" in skipping(TrainConfig(), policy).description
+    assert "(rope_type='dynamic')" in skipping(TrainConfig(), policy).description and policy.keeps_padding
     policy.model.model.layers[0].experts = nn.ModuleList([nn.Linear(2, 2)])
     assert "(experts that are separate modules in model.layers.0)" in skipping(TrainConfig(), policy).description
     config = small(tmp_path, model=str(moe_checkpoint(tmp_path / "experts")))

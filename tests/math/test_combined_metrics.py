@@ -49,5 +49,5 @@ def test_masked_shares_combine() -> None:
 
 
 def test_the_combined_count_of_invalid_values_is_an_integer() -> None:
-    combined = combine([{"invalid": torch.tensor(2)}, {"invalid": torch.tensor(3)}])["invalid"]
+    combined = combine({"invalid": torch.tensor(x)} for x in (2, 3))["invalid"]
     assert combined == 5 and combined.dtype == torch.int64

@@ -78,6 +78,14 @@ def test_the_oracle_takes_the_options_of_the_fused_loss(ratio: str) -> None:
     assert_equal(ours.log_ratio, truth.log_ratio.detach())
 
 
+def test_the_oracle_reads_advantages_per_sequence_even_if_there_are_as_many_tokens() -> None:
+    arguments = torch.ones(2, 3), torch.eye(4, 3), torch.tensor([0, 3]), torch.tensor([5.0, 1.0])
+    offsets = torch.tensor([0, 0, 2])
+    options: dict[str, Any] = {"cu_seqlens": offsets, "objective": Objective()}
+    ours, truth = (f(*arguments, **options).loss for f in (gspo_fused_loss, reference.gspo_reference_loss))
+    assert_equal(ours, truth)
+
+
 def of_first(name: str, backend: str, seed: int = 0) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """Return the scalar as a function of the first argument, and that argument."""
     tensors = arguments(seed, name)

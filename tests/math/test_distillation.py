@@ -209,7 +209,8 @@ def test_advantages_of_teachers_equal_their_formula(
         options["advantages"] = a.to(dtype)
     unused = torch.where(mask[..., None] & (w != 0), q, math.nan)
     teacher = lay_out(unused if weights else unused[..., 0]).to(dtype)
-    ours = teacher_advantages(lay_out(torch.where(mask, p, math.nan)).to(dtype).requires_grad_(), teacher, **options)
+    log_probs = lay_out(torch.where(mask, p, math.nan)).to(dtype)
+    ours = teacher_advantages(log_probs.requires_grad_(), teacher.requires_grad_(), **options)
     expected = lay_out(expected) if level == "token" else expected
     assert ours.dtype == dtype and not ours.requires_grad
     limit = FLOAT64_RELATIVE if dtype == torch.float64 else KEPT_VALUE_RELATIVE

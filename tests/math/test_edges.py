@@ -43,6 +43,10 @@ def test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence
         out = linear_log_probs(**of_function(linear_log_probs, arguments_of(case, leaves)))
         upstream = torch.where(case.mask, torch.linspace(-1, 2, case.mask.numel()).view_as(case.mask), garbage)
         outputs = [x for x in (out.log_probs, out.entropy) if x is not None]
+        if out.entropy is not None:
+            sums = out.entropy.sum(), out.entropy.sum() + 0 * out.log_probs.sum()
+            alone, both = (torch.autograd.grad(x, list(leaves.values()), retain_graph=True) for x in sums)
+            assert alone[0].any() and all(map(torch.equal, alone, both))
         gradients = torch.autograd.grad(outputs, list(leaves.values()), [upstream] * len(outputs))
         assert_all_zero(gradients[0][~case.mask])
         runs.append(gradients)

@@ -108,6 +108,9 @@ def test_layouts_of_engines_and_trainers(answers: list[Any], fill: int, empty: s
         mask[i, x] = True
     sizes = flat(padded)[1]
     shape = len(sets), length, width
+    of_counts = KeptSets.from_counts(flat(padded)[0], sizes.view(shape[:2]), **named)
+    assert of_counts.offsets.ndim == 1
+    assert_sets(of_counts, padded, empty)
     # NeMo RL: sampling_mask_token_ids, sampling_mask_sizes
     of_sizes = KeptSets.from_padded(rows.view(shape), sizes=sizes.view(shape[:2]), **named)
     assert_sets(of_sizes, padded, empty)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.device import on_device, run_policy
@@ -299,6 +300,7 @@ WARNED: dict[str, tuple[str, dict[str, Any]]] = {
     "clip_low=0.2, clip_high=0.27": ("luspo", {"clip_low": 0.2, "clip_high": 0.27}),  # a window for tokens
     "clip_low=0.04, clip_high=0.0004": ("gspo", {"clip_low": 0.04}),
     "clip_low=0.0003, clip_high=0.04": ("gspo", {"clip_high": 0.04}),
+    "aggregation='token-mean' weights": ("gspo", {"surrogate": "none", "aggregation": "token-mean"}),
 }
 
 
@@ -349,3 +351,8 @@ def test_intended_settings_do_not_warn(no_warnings_yet: None) -> None:
             o = Objective.preset(name, **changes)
             ours(rollout(o), o, "torch")  # the operator's copy of the objective does not warn either
         Objective(clip_low=0.039, clip_high=0.039)
+        replace(Objective.preset("luspo"), kl_coef=0.1)
+        objective = Objective.preset("luspo", clip_low=1e-3, kl_coef=0.1)
+        lp = torch.full((1, 2), -1.0)
+        policy_loss(lp, torch.ones(1), ref_log_probs=lp, kl_log_probs=lp, objective=objective)
+    assert Objective.from_text(Objective(clip_low=np.float64(0.01)).text).clip_low == 0.01

@@ -39,7 +39,7 @@ def test_the_documented_module_replaces_the_loss_in_the_worker(monkeypatch: pyte
     assert package.ppo_actor.PolicyLoss is openrlhf.PolicyLoss
 
 
-@pytest.mark.parametrize("level", ["off", "seq"])
+@pytest.mark.parametrize("level", ["off", "seq", "token"])
 @pytest.mark.parametrize("dual_clip", [None, 1.0005])
 @pytest.mark.parametrize("of_batch", [{}, {"dp_size": 2, "batch_num_tokens": 30, "global_batch_size": 7.5}])
 def test_loss_gradient_and_metrics_equal_openrlhfs_gspo(

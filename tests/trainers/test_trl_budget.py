@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from gspo_kernels import linear_log_probs, memory
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.self_check import verdict
 from gspo_kernels.integrations import backwards
-from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
+from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, RowShare, describe_backend
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
 
@@ -116,6 +117,10 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
         == line + "gradient_budget=0.5, cache_mib=3 (GSPO_CACHE_MIB); skip_zero_advantage=True" + f"{ROWS}True\n"
     )
     assert settings() == (0.5, None)
+    for skips in (True, False):
+        accelerate_trainer(trainer, skip_rows_without_gradient=skips)
+        assert vars(trainer)["_gspo_live"].rows._checkpoint.is_on == skips
+    capsys.readouterr()
     # Another trainer of the same model, whose GRPOConfig has no such settings.
     monkeypatch.delenv("GSPO_CACHE_MIB")
     make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE, bf16=True)
@@ -172,6 +177,23 @@ def test_the_formula_for_the_memory_of_trls_head_counts_its_tensors(
         torch.autograd.grad(log_probs, [hidden] if frozen else [hidden, weight], torch.empty_like(log_probs))
     formula = memory.trl_head_bytes(n, width, vocab, dtype.itemsize, frozen, weight_dtype.itemsize if autocast else 0)
     assert formula <= live.peak <= formula + 12 * 4 * n  # and at most 12 vectors
+
+
+def test_backwards_of_another_model_do_not_count() -> None:
+    counted = BackwardMetrics()
+    log_probs = linear_log_probs(torch.ones(2, 3).requires_grad_(), torch.ones(5, 3), torch.tensor([0, 1])).log_probs
+    log_probs.sum().backward()
+    counted.begin()
+    counted.collect()
+    assert counted.take() == {}
+
+
+def test_layers_that_differentiate_all_rows_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = SimpleNamespace(take=lambda: (0, 0), fallbacks={"router logits"})
+    share = RowShare(checkpoint, lambda counts: counts, "cpu", True)
+    assert [share.take(), share.take()] == [{}, {}]
+    line = "gspo_kernels: skip_rows_without_gradient has no effect: layers get router logits"
+    assert capsys.readouterr().out.splitlines() == [line]
 
 
 def test_the_backend_of_a_device_is_named_with_its_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

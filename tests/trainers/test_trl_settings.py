@@ -285,6 +285,7 @@ def test_clip_noise_is_logged_and_training_does_not_change(
     options: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_steps": 8, "temperature": 0.7, "delta": 1.5}
     options |= {"learning_rate": 0.1} if lora else {"bf16": True, "learning_rate": 1e-3}
     if lora:
+        options |= {"steps_per_generation": 2, "num_iterations": 2}
         peft = pytest.importorskip("peft")
         options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
     compared: list[Any] = []
@@ -297,6 +298,8 @@ def test_clip_noise_is_logged_and_training_does_not_change(
     model, runs = checkpoint(tmp_path / "model"), []
     for measures in (False, True):
         trainer = make_trainer(GSPOTrainer, model, tmp_path, **{**SEQUENCE, **options})
+        prompts = [x["prompt"] + "cd"[: 2 * (i % 2)] for i, x in enumerate(trainer.train_dataset)]
+        trainer.train_dataset = datasets.Dataset.from_list([{"prompt": x} for x in prompts])  # so some are padded
         if measures:
             trainer.add_callback(Snapshots(trainer, taken))
             trainer.add_callback(ClipNoiseCallback(trainer, every=1, answers=2))
@@ -321,6 +324,10 @@ def test_clip_noise_is_logged_and_training_does_not_change(
         check_with_float64(exact, compared, taken)
 
     callback = ClipNoiseCallback(trainer, answers=2)
+    assert callback._objective().ratio == "sequence"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "importance_sampling_level", "token")
+        assert callback._objective().ratio == "token"
     mask = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 0], [1, 1, 1]])  # the first answer is truncated, so it is masked
     answers = {f"{of}_{what}": 0 * mask + 1 for of in ("prompt", "completion") for what in ("ids", "mask")}
     tools = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1]])
@@ -329,7 +336,11 @@ def test_clip_noise_is_logged_and_training_does_not_change(
     assert torch.equal(callback._batch["completion_mask"], mask[1:3])
     compared.clear()
     zeros = LogProbsByPrecision(*[torch.zeros(2, 3)] * 3)
-    callback._log(zeros, zeros)
+    halves: list[Any] = []
+    with monkeypatch.context() as patch:  # another rank has as many decisions, which all change
+        patch.setattr(trainer.accelerator, "reduce", lambda x, reduction: halves.append(reduction) or 2 * x)
+        callback._log(zeros, zeros)
+    assert halves == ["sum"]
     assert torch.equal(compared[0][3].bool(), (mask * tools)[1:3].bool())
 
     with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):

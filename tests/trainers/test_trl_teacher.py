@@ -58,8 +58,8 @@ def dead_reward(completions: list[str], **_: Any) -> list[float]:
 class Reference:
     """Repeats each optimizer step in float64 with full logits, from the batches that the trainer gets."""
 
-    def __init__(self, trainer: Any, teacher: Any) -> None:
-        self.trainer, self.teacher = trainer, teacher.double()
+    def __init__(self, trainer: Any, teacher: Any, is_uneven: bool = False) -> None:
+        self.trainer, self.teacher, self.is_uneven = trainer, teacher.double(), is_uneven
         self.batches: list[dict[str, Any]] = []
         self.errors: list[float] = []
         self.logs: list[tuple[float, ...]] = []  # divergence and the teacher's probability per token, rows that run
@@ -90,24 +90,27 @@ class Reference:
             log_p = full_log_probs(twin, batch, temperature)
             with torch.no_grad():
                 q, ids = full_log_probs(self.teacher, batch, temperature).exp().topk(K, -1)
+            kept = torch.arange(K) < (count_of(batch["completion_ids"])[:, None, None] if self.is_uneven else K)
+            q = q * kept
             new = log_p.gather(-1, batch["completion_ids"][..., None])[..., 0]
             old = batch.get("old_per_token_logps", new.detach()).double()
             ratio = (((new - old) * mask).sum(1) / mask.sum(1).clamp(min=1)).exp()
             advantages = batch["advantages"]
             policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean() / len(self.batches)
-            p = log_p.exp().gather(-1, ids)
+            p = log_p.exp().gather(-1, ids) * kept
             x, y = (p, q) if trainer.args.distillation_kind == "reverse" else (q, p)
-            per_token = (x * (x / y).log()).sum(-1)
+            per_token = (x * torch.where(kept, x / y, 1).log()).sum(-1)
             if trainer.args.distillation_tail == "bucket":
                 rest_x, rest_y = 1 - x.sum(-1), 1 - y.sum(-1)
                 per_token = per_token + rest_x * (rest_x / rest_y).log()
-            count = batch["num_items_in_batch"] * len(self.batches)
+            count = batch["num_items_in_batch"] * len(self.batches) / trainer.accelerator.num_processes
             total = total + policy + self.coef() * (per_token * mask).sum() * trainer.args.steps_per_generation / count
             divergences += (per_token * mask).sum().item()
             inside += (q.sum(-1) * mask).sum().item()
             tokens += int(mask.sum())
         total.backward()
         ours, truth = (torch.cat([p.grad.flatten() for p in x.parameters()]) for x in (trainer.model, twin))
+        truth = trainer.accelerator.reduce(truth, reduction="mean")
         assert truth.norm() > 0
         self.errors.append(((ours - truth).norm() / truth.norm()).item())
         self.logs.append((divergences / tokens, inside / tokens, run.double().mean().item()))
@@ -117,6 +120,11 @@ class Reference:
     def coef(self) -> float:
         steps = self.trainer.state.max_steps
         return COEF * (1 - self.stepped / steps if self.trainer.args.distillation_schedule == "linear" else 1)
+
+
+def count_of(completion_ids: Tensor) -> Tensor:
+    """How many ids of the teacher `Scored` returns for the tokens of each answer."""
+    return K - completion_ids[:, 0] % 2
 
 
 class Scored:
@@ -135,7 +143,8 @@ class Scored:
             batch = {"prompt_ids": prompt, "completion_ids": answer}
             batch |= {name.replace("ids", "mask"): torch.ones_like(x) for name, x in batch.items()}
             with torch.no_grad():
-                log_q, ids = full_log_probs(self.teacher, batch, trainer.temperature)[0].topk(K, -1)
+                count = int(count_of(answer))
+                log_q, ids = full_log_probs(self.teacher, batch, trainer.temperature)[0].topk(count, -1)
             values = prompt[0], answer[0], torch.zeros(answer.shape[1]), ids, log_q
             for name, value in zip(made, values, strict=True):
                 made[name].append(value.tolist())
@@ -160,6 +169,8 @@ CASES: dict[str, dict[str, Any]] = {
         "steps_per_generation": 6,
     },
     "linear": {"distillation_schedule": "linear", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+    "tools": {},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
 }
 
 
@@ -175,7 +186,18 @@ def test_gradients_and_logs_equal_those_of_full_logits(
     options = OPTIONS | CASES[case]
     trainer: Any = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, config=GSPOConfig, **options)  # type: ignore[arg-type]
     trainer.reward_funcs = [dead_reward]
-    reference = Reference(trainer, full)
+    generate = trainer._generate_and_score_completions
+
+    def with_tools(inputs: Any) -> Any:
+        output = generate(inputs)
+        ids = output["completion_ids"]
+        return output | {"tool_mask": (torch.arange(ids.shape[1]) % 3 != 2).expand_as(ids).contiguous()}
+
+    if case == "tools":
+        trainer._generate_and_score_completions = with_tools
+    if case == "evaluated":
+        trainer.eval_dataset = trainer.train_dataset
+    reference = Reference(trainer, full, is_uneven=case == "rollout_func")
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == len(reference.errors) == 4
@@ -196,9 +218,11 @@ def rank_main(rank: int, folder: Path) -> None:
         kind: Any = partial(GSPOTrainer, rollout_func=scored)
         trainer: Any = make_trainer(kind, str(folder / "model"), folder / str(rank), config=GSPOConfig, **options)
         costs = itertools.cycle((1.0, 0.0))  # alone, shared
+        reference = Reference(trainer, full, is_uneven=True) if moves is False else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(zero_advantage, "tokens_of_slowest", lambda *_, costs=costs: torch.tensor(next(costs)))
             trainer.train()
+        assert reference is None or max(reference.errors) <= MODEL_GRADIENT_RELATIVE[torch.float32], reference.errors
         assert [len(order) for order in trainer._gspo_live._orders] == ([] if moves is False else [2, 2])
         logs = [log["gspo/distillation"] for log in trainer.state.log_history if "loss" in log]
         runs.append((torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), logs))
@@ -250,6 +274,7 @@ def test_a_teacher_with_learned_positions_keeps_the_padding(tmp_path: Path) -> N
         kind: Any = partial(GSPOTrainer, teacher=model)
         trainer: Any = make_trainer(kind, policy, tmp_path, config=GSPOConfig, **OPTIONS)
         assert trainer._gspo_live.skipping.layout == layout
+        assert not vars(trainer)[zero_advantage.TEACHER].model.training
 
 
 def test_a_teacher_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

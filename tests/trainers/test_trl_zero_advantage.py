@@ -425,17 +425,20 @@ def compare(row: dict[str, str], stock: Run, ours: Run) -> None:
             assert log["gspo/rows_differentiated"] == pytest.approx(share)
 
 
-ARRAY = pair_cover(FACTORS, is_allowed)
-FIRST = {name: values[0] for name, values in FACTORS.items()}
-ROWS = [*ARRAY]
-ROWS += [FIRST | {"breaks": name, "updates": FACTORS["updates"][name == "iterations change"]} for name in CALLBACKS]
-
-
 def name_of(row: dict[str, str]) -> str:
     return ", ".join(row.values())
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[*map(name_of, ARRAY), *CALLBACKS])
+ARRAY = pair_cover(FACTORS, is_allowed)
+FIRST = {name: values[0] for name, values in FACTORS.items()}
+OF_BREAKS = {x: FIRST | {"breaks": x, "updates": FACTORS["updates"][x == "iterations change"]} for x in CALLBACKS}
+# The rows without the mark slow, with every value, run with the oldest supported TRL, too.
+QUICK = value_cover(ARRAY)
+ROWS = [pytest.param(x, id=name_of(x), marks=[] if x in QUICK else pytest.mark.slow) for x in ARRAY]
+ROWS += [pytest.param(row, id=name) for name, row in OF_BREAKS.items()]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_training_equals_stock_trl(row: dict[str, str], tmp_path: Path) -> None:
     save_models(tmp_path)
     compare(row, *(run_of(ours, tmp_path / str(ours), row) for ours in (False, True)))
@@ -513,6 +516,19 @@ def test_live_answers_share_micro_batches(tmp_path: Path) -> None:
     assert steps_of(trainer)[0]["gspo/rows_differentiated"] == 1  # the rows that only keep ranks in step do not count
 
 
+def test_a_log_is_of_all_steps_since_the_last(tmp_path: Path) -> None:
+    logs: list[list[dict[str, float]]] = []
+    for every in (1, 2):
+        options = {"logging_steps": every, "importance_sampling_level": "token"}
+        trainer = trainer_of(tmp_path / str(every), Prompts(0.5), **options)
+        accelerate_trainer(trainer).train()
+        logs.append(steps_of(trainer))
+    for i, log in enumerate(logs[1]):
+        for name in ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"):
+            both = [x[name] for x in logs[0][2 * i : 2 * i + 2]]
+            assert log[name] == pytest.approx(sum(both) / 2, rel=TRAINER_LOG_RELATIVE), name
+
+
 def test_old_log_probs_are_not_computed_with_the_weights_of_an_older_checkpoint(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 1}
     trainer = trainer_of(tmp_path, Prompts(0.0), **options)
@@ -531,6 +547,11 @@ def test_ranks_that_must_have_equal_rows_share_no_answers(tmp_path: Path, monkey
     trainer = accelerate_trainer(trainer_of(tmp_path, Prompts(0.5), gradient_checkpointing=True))
     trainer._buffered_inputs = [{"prompt_ids": torch.ones(2, 3), "advantages": torch.ones(2)}]
     assert trainer._gspo_live._can_share() and reason_against_skipping(trainer) is None
+    with monkeypatch.context() as patch:  # learned positions and prompts of different widths
+        patch.setattr(zero_advantage, "positions_are_relative", lambda model: False)
+        both = lambda x: [*x, *((kinds, width + 1) for kinds, width in x)]  # noqa: E731
+        patch.setattr(zero_advantage, "gather_object", both)
+        assert not trainer._gspo_live._can_share()
     for kind in ("tp", "cp", "sp"):
         sizes = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1, f"{kind}_size": 2})
         monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", sizes)
@@ -636,7 +657,7 @@ INEXACT: list[tuple[str, str, Any, str]] = [
     ("", "aux_loss_enabled", True, "router_aux_loss_coef="),
     ("", "top_entropy_quantile", 0.5, "top_entropy_quantile=0.5"),
     ("", "loss_type", "new", "loss_type='new'"),
-    ("", "_compute_loss", lambda model, inputs: None, "an override of _compute_loss"),
+    *(("", name, lambda *_: None, f"an override of {name}") for name in ("_compute_loss", "compute_loss", METHOD)),
     ("", "processing_class", object.__new__(transformers.ProcessorMixin), "a processor of images"),
     ("args", "neftune_noise_alpha", 5.0, "neftune_noise_alpha=5.0"),
     ("accelerator.state", "_mixed_precision", "fp8", "fp8"),
@@ -667,6 +688,8 @@ def test_settings_that_make_skipping_inexact_are_named(
             with pytest.raises(ValueError, match=r"^accelerate_trainer: skip_zero_advantage must be .*") as error:
                 accelerate_trainer(trainer, skip_zero_advantage=True)
             assert reason in str(error.value) and not hasattr(trainer, "_gspo_live")
+    with pytest.raises(ValueError, match=r"skip_rows_without_gradient must be .* with gradient_checkpointing=False"):
+        accelerate_trainer(trainer, skip_rows_without_gradient=True)
     with pytest.raises(TypeError, match="skip_zero_advantage must be True or False, got 1"):
         accelerate_trainer(trainer, skip_zero_advantage=1)  # type: ignore[arg-type]
     for name, value, reason in (
@@ -782,5 +805,7 @@ def test_groups_are_equal_by_their_totals_or_by_every_reward(tmp_path: Path) -> 
     rewards._rewards = torch.tensor(groups).view(20, 2)
     trainer.reward_weights = torch.ones(2)
     assert rewards._equal(4).view(5, 4).tolist() == [[x] * 4 for x in (True, False, True, False, True)]
+    trainer.reward_weights = torch.tensor([2.0, 1.0])
+    assert rewards._equal(4).view(5, 4).tolist() == [[x] * 4 for x in (True, False, True, False, False)]
     trainer.multi_objective_aggregation = "normalize_then_sum"
     assert rewards._equal(4).view(5, 4).tolist() == [[x] * 4 for x in (True, False, True, False, False)]

@@ -105,6 +105,9 @@ def compare(row: dict[str, str], stock: dict[str, Any], ours: dict[str, Any], ra
     assert ours["metrics"].keys() - metrics.keys() == ADDED | ({"gspo/rows_run"} if run is not None else set())
     assert metrics.keys() - ours["metrics"].keys() == (OVERLAP if case["teacher"] is not None else set())
     assert ours["metrics"].get("gspo/rows_run") == (None if run is None else [run / 4] * 3 * ranks)
+    for name in ADDED:  # over the tokens of all ranks
+        values = sorted(ours["metrics"][name])
+        assert values[::ranks] == values[ranks - 1 :: ranks], name
     left_out = OVERLAP
     if run is not None and run < 4:
         left_out = left_out | {"actor/ppo_kl"}  # a mean over the answers that run

@@ -218,6 +218,7 @@ def test_positions_of_nested_responses_are_masked_correctly() -> None:
     # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
     # first position is 5 in the packed batch.
     assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]
+    assert _predicts_response(data.select("input_ids"), 12).all()  # as in SFT
 
 
 def test_a_top_k_divergence_as_an_advantage_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

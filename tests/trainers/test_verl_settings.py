@@ -29,6 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "verl's window, our loss": ({"clip": 0.2, "epochs": 2, "loss_mode": "gspo_kernels"}, [WINDOW]),
     "verl's window for tokens": ({"clip": 0.2, "epochs": 2, "loss_mode": "vanilla"}, []),
     "both": ({"clip": 0.2}, [UPDATES, WINDOW]),
+    "one wide bound": ({"clip_high": 0.28, "epochs": 2}, [WINDOW]),
 }
 # With verl's engine, only the policy loss can be our code, and only our code warns.
 STOCK_CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -41,6 +42,7 @@ def train_twice(
     worker: Any,
     loss_mode: str = "gspo",
     clip: float = 3e-4,
+    clip_high: float | None = None,
     sampler_offset: float | None = None,
     epochs: int = 1,
     mini_batch_size: int = 4,
@@ -59,7 +61,7 @@ def train_twice(
         rollout_n=4,
         ppo_micro_batch_size_per_gpu=2,
         clip_ratio_low=clip,
-        clip_ratio_high=clip,
+        clip_ratio_high=clip if clip_high is None else clip_high,
         loss_agg_mode="seq-mean-token-mean",
         policy_loss={"loss_mode": loss_mode},
     )

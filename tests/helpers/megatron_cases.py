@@ -242,10 +242,11 @@ for _sequence_parallel in (False, True):
         out = make(kind=WithProcessor)(**inputs, output_processor=output_processor, output_processor_context=context)
         assert out.log_probs.shape == (B, S) and out.entropy is None
         options: dict[str, Any] = {"gradient_budget": 1e-3, "cache_mib": 2.0, "backend": "torch"}
-        model.config.use_mup, model.config.mup_output_mult = True, 0.5  # of Megatron Core 0.18
         wrapped = Wrapper(Wrapper(model))  # as DistributedDataParallel around Float16Module
-        passed = passed_to_head(lambda: model_log_probs(wrapped, targets, **options, **inputs))
-        assert (options | {"logit_scale": 0.5}).items() <= passed.items()
+        assert options.items() <= passed_to_head(lambda: model_log_probs(wrapped, targets, **options, **inputs)).items()
+        scaled = make(kind=WithProcessor)
+        scaled.config.use_mup, scaled.config.mup_output_mult = True, 0.5  # of Megatron Core 0.18
+        assert passed_to_head(lambda: model_log_probs(scaled, targets, **inputs))["logit_scale"] == 0.5
 
 
 class Wrapper(nn.Module):
@@ -281,7 +282,7 @@ def _refused() -> None:
     refused("model must be a GPTModel", TypeError, lambda: model_log_probs(nn.Linear(2, 2), targets, **inputs))
     refused("target_ids must be [B, S] = [2, 8]", ValueError, lambda: model_log_probs(model, targets[:, 1:], **inputs))
     assert "forward" not in vars(model.output_layer)  # restored after an error
-    model.output_layer.forward = None
+    model.output_layer.forward = model.output_layer.forward
     refused("a layer with the forward of its class", TypeError, lambda: model_log_probs(model, targets, **inputs))
     del model.output_layer.forward
     model.config.mtp_num_layers = 1

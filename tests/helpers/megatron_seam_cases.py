@@ -245,7 +245,7 @@ for _tied in (False, True):
 def _slime_refused() -> None:
     fakes = fakes_of_slime(make)
     for name, value in (("rollout_top_p", 0.9), ("enable_mtp_training", True)):
-        args = SimpleNamespace(**{**vars(SLIME_ARGS), name: value, "allgather_cp": True})
+        args = SimpleNamespace(**{**vars(SLIME_ARGS), "rollout_top_p": 1.0, name: value, "allgather_cp": True})
         refused(f"--{name.replace('_', '-')} must be", ValueError, partial(slime.head, args))
     with mock.patch.dict(sys.modules, fakes):
         with mock.patch.dict(sys.modules, {f"{SLIME}.server.logprob_utils": ModuleType("server")}):

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("trl", minversion="1.15")
 pytest.importorskip("datasets")
+import datasets
 import transformers
 from helpers.ranks import run_ranks
 from helpers.trl_trainer import checkpoint, make_trainer
@@ -99,7 +100,7 @@ class Reference:
             policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean() / len(self.batches)
             p = log_p.exp().gather(-1, ids) * kept
             x, y = (p, q) if trainer.args.distillation_kind == "reverse" else (q, p)
-            per_token = (x * torch.where(kept, x / y, 1).log()).sum(-1)
+            per_token = (x * (torch.where(kept, x, 1) / torch.where(kept, y, 1)).log()).sum(-1)
             if trainer.args.distillation_tail == "bucket":
                 rest_x, rest_y = 1 - x.sum(-1), 1 - y.sum(-1)
                 per_token = per_token + rest_x * (rest_x / rest_y).log()
@@ -170,7 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "linear": {"distillation_schedule": "linear", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
     "tools": {},
-    "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
 }
 
 
@@ -184,6 +185,8 @@ def test_gradients_and_logs_equal_those_of_full_logits(
         monkeypatch.setattr(zero_advantage, "may_be_packed", lambda model: True)
     kind = partial(GSPOTrainer, **({"rollout_func": Scored(full)} if case == "rollout_func" else {"teacher": folder}))
     options = OPTIONS | CASES[case]
+    if case == "evaluated":
+        options["eval_dataset"] = datasets.Dataset.from_list([{"prompt": "ab"}] * 4)
     trainer: Any = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, config=GSPOConfig, **options)  # type: ignore[arg-type]
     trainer.reward_funcs = [dead_reward]
     generate = trainer._generate_and_score_completions
@@ -195,8 +198,6 @@ def test_gradients_and_logs_equal_those_of_full_logits(
 
     if case == "tools":
         trainer._generate_and_score_completions = with_tools
-    if case == "evaluated":
-        trainer.eval_dataset = trainer.train_dataset
     reference = Reference(trainer, full, is_uneven=case == "rollout_func")
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]

@@ -525,8 +525,8 @@ def test_a_log_is_of_all_steps_since_the_last(tmp_path: Path) -> None:
         logs.append(steps_of(trainer))
     for i, log in enumerate(logs[1]):
         for name in ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"):
-            both = [x[name] for x in logs[0][2 * i : 2 * i + 2]]
-            assert log[name] == pytest.approx(sum(both) / 2, rel=TRAINER_LOG_RELATIVE), name
+            low, high = sorted(x[name] for x in logs[0][2 * i : 2 * i + 2])  # their mean weighs tokens
+            assert low < log[name] < high or low == log[name] == high, name
 
 
 def test_old_log_probs_are_not_computed_with_the_weights_of_an_older_checkpoint(tmp_path: Path) -> None:

@@ -61,12 +61,8 @@ FACTORS: dict[str, Sequence[Any]] = {
     "tokens": ("ragged", "holes", "masked sequences", "none", "empty sequences", "no sequences"),
     "ones": (None, None, "lengths", "batch", "vocabulary", "width", "all"),
     "tiles": ("one", "many", "one", "many", "parts"),  # parts: many tiles in many chunks of rows and slabs of columns
-    "products": (
-        "wide",
-        "wide",
-        "half",
-        "native",
-    ),  # half: as on tensor cores; native: a CPU's bf16
+    # half: of half-precision operands, as on tensor cores; native: of bf16 operands, as on CPUs with such instructions
+    "products": ("wide", "wide", "half", "native"),
     "policy": ("medium", "flat", "peaked", "ties"),
     "head": ("weight", "linear", "lora", "two loras"),
     "bias": (None, "argument", "module"),

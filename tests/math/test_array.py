@@ -84,6 +84,7 @@ PINNED = [
     "top_k=3 tiles=many",
     "backend=triton cache_mib=all_rows logit_softcap=5.0",
     "backend=triton dtype=fp16",
+    "backend=triton dtype=fp16 layout=packed kl=term entropy_coef=0.02",  # all rows have a gradient
     "backend=triton head_precision=bf16x3 window=wide cache_mib=all_rows head=lora",
     "backend=triton entropy_coef=0.02",
     "backend=triton kept_sets=offsets",

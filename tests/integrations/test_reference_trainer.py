@@ -197,8 +197,8 @@ def test_rewards_of_completions() -> None:
         ("The capital is Paris.", "Paris", 1),
         ("It is New York!", "New York", 1),
         ("Paris is not it", "Paris", 0),
-        ("It is -5.", "-5", 1),
-        ("It is 5.", "-5", 0),
+        ("so -5.0 degrees", -5, 1),
+        ("x = -5", "5", 0),
         ('"It is Paris."*', "Paris", 1),
     ]:
         assert answer_found(completion, answer) == reward, completion

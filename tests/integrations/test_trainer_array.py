@@ -222,7 +222,7 @@ def saved_models(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "demo": {"teacher": str(folder / "demo")},
         "experts": {
-            "model": str(moe_checkpoint(folder / "experts", output_router_logits=True, vocab_size=21)),
+            "model": str(moe_checkpoint(folder / "experts", output_router_logits=True)),
             "teacher": str(folder / "demo"),
         },
         "dialogues": {"model": chat, "data": data, "teacher": chat},

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .groups import Groups, checked_rewards, finite, over_deviation, per_token, variance_of
 from .layout import accumulator, packed_layout
-from .validation import FLOATS, LARGEST, TensorChecks
+from .validation import FLOATS, LARGEST, TensorChecks, valid_bound
 
 __all__ = [
     "RunningMoments",
@@ -338,7 +338,8 @@ def token_returns(
     check.number("kl_coef", kl_coef, "a finite number >= 0", lambda x: 0 <= x <= LARGEST)
     check.number("gamma", gamma, "a number from 0 to 1", lambda x: 0 <= x <= 1)
     if reward_clip is not None:
-        check.number("reward_clip", reward_clip, "a number > 0, or None", lambda x: x > 0)
+        expected = "a number > 0, within float32, or None"
+        check.number("reward_clip", reward_clip, expected, lambda x: x > 0 and valid_bound(x))
     unmasked = mask != 0
     last = unmasked & (unmasked.flip(1).cumsum(1).flip(1) == 1)  # [B, T]: the last unmasked token of each sequence
     returns = torch.where(last, rewards[:, None], 0)  # [B, T]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels import advantages as library
 from gspo_kernels.advantages import RunningMoments
-from gspo_kernels.validation import Checks
+from gspo_kernels.validation import LARGEST, Checks
 
 from ..tasks import RewardBatch
 from .config import TrainConfig
@@ -24,6 +23,10 @@ KL: dict[str, Callable[[Tensor], Tensor]] = {  # estimators, of old minus refere
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: (-d).exp() + d - 1,
 }
+
+
+FINITE = ("a finite number, within float32", lambda x: abs(x) <= LARGEST)
+GROUP_SIZE = ("an integer from 2 to 2**32", lambda n: 2 <= n <= 2**32)
 
 
 def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, running: RunningMoments) -> Tensor:
@@ -49,26 +52,37 @@ def advantages_of_scored(config: TrainConfig, batch: Batch, x: Tensor, rows: Ten
     """Apply the functions that `config.advantages` names to rewards `x` [b] of the answers `rows` [b] of a rollout."""
 
     def kl(estimator: Any) -> Tensor:  # of each token, [B, T]
-        Checks(name).choice("the KL's estimator", estimator, tuple(KL))
+        check.choice("the KL's estimator", estimator, tuple(KL))
         assert batch.ref_log_probs is not None, "TrainConfig.needs_reference is true for every kl_coef"
         return KL[estimator](batch.old_log_probs - batch.ref_log_probs)
 
     mask = batch.rollout.answer_mask
     for name, options in config.advantages:  # x becomes [b] or [b, T]
-        options = dict(options)
+        options, check = dict(options), Checks(name)
         if name in ("group_advantages", "normalize_rewards") and options.get("by", "group") == "group":
-            options["group_ids"] = rows // options.pop("group_size", config.group_size)
+            if "group_ids" in options:
+                check.fail("group_ids", "absent, because answers to one prompt are a group", options["group_ids"])
+            size = check.integer("group_size", options.pop("group_size", config.group_size), *GROUP_SIZE)
+            options["group_ids"] = rows // size
         if options.get("by") == "running":
             options["by"] = running
-        if name == "token_returns" and options.get("kl_coef"):
-            options["kl"] = kl(str(options.get("kl", "k1")).split(",")[0])
+        if name == "token_returns" and "kl_coef" in options:
+            estimator = str(options.pop("kl", "k1")).split(",")[0]
+            if options["kl_coef"]:
+                options["kl"] = kl(estimator)
         if name == "clamp":
-            x = x.clamp(**options)
+            if not options or not options.keys() <= {"min", "max"}:
+                raise TypeError(f"clamp takes min, max or both, got {', '.join(map(str, options)) or 'neither'}")
+            x = x.clamp(**{key: check.number(key, value, *FINITE) for key, value in options.items()})
         elif name == "subtract_kl":
             if options.keys() != {"kl_coef", "kl_estimator"}:
-                raise TypeError(f"subtract_kl takes kl_coef and kl_estimator, got {', '.join(options) or 'neither'}")
-            coef = Checks("subtract_kl").number("kl_coef", options["kl_coef"], "a finite number", math.isfinite)
-            x = x - coef * (kl(options["kl_estimator"]) * mask).sum(1)
+                got = ", ".join(map(str, options)) or "neither"
+                raise TypeError(f"subtract_kl takes kl_coef and kl_estimator, got {got}")
+            if x.ndim > 1:
+                raise ValueError("subtract_kl must come before the calls that make an advantage of each token")
+            coef = check.number("kl_coef", options["kl_coef"], *FINITE)
+            if coef:
+                x = x - coef * (kl(options["kl_estimator"]) * mask).sum(1)
         else:
             arguments = (x, mask) if name in ("token_returns", "whiten") else (x,)
             x = getattr(library, name)(*arguments, **options)
@@ -79,9 +93,9 @@ def check_steps(config: TrainConfig) -> None:
     """Apply the functions that `config.advantages` names to rewards of one group.
 
     Raises:
-        TypeError, ValueError: a function refuses its options.
+        TypeError, ValueError, OverflowError, RuntimeError: a function refuses its options.
     """
-    zeros = torch.zeros(config.group_size, 2)  # [b, T]
+    zeros = torch.zeros(config.group_size, config.group_size + 1)  # [b, T]
     rollout = SimpleNamespace(answer_mask=zeros == 0)
     batch: Any = SimpleNamespace(rollout=rollout, old_log_probs=zeros, ref_log_probs=zeros)
     rewards = torch.arange(float(config.group_size))

@@ -181,7 +181,7 @@ class TrainConfig:
         require("lora_head", not self.lora_head or self.lora_rank > 0, "false unless lora_rank is above 0")
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
         require("advantages", len(self.advantages) > 0, "at least one call, such as [group_advantages]")
-        require("advantages", {step.call for step in self.advantages} <= set(STEPS), f"calls of {', '.join(STEPS)}")
+        require("advantages", all(step.call in STEPS for step in self.advantages), f"calls of {', '.join(STEPS)}")
         require("task", not self.task or self.data is None, f"'' with data={self.data}, which has its own prompts")
         sharded = self.parallel == "fsdp2"
         require("sampler_precision", not (self.sampler_precision and sharded), "'' with parallel=fsdp2")

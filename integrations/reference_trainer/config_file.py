@@ -64,8 +64,9 @@ def train_config(**options: Any) -> TrainConfig:
     config = TrainConfig(**defaults | chosen)
     try:
         check_steps(config)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"advantages: {error}") from error
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        first_line, *_ = str(error).split("\n")
+        raise InputError(f"advantages: {first_line}") from error
     return config
 
 

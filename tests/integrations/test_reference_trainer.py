@@ -221,6 +221,20 @@ def test_rewards_of_completions() -> None:
             'advantages=[{"token_returns":{"kl_coef":0.1,"kl":"k4"}}]',
             "advantages: token_returns: the KL's estimator must be one of 'k1'",
         ),
+        ("advantages=[[whiten]]", "advantages: expected calls of group_advantages, "),
+        ("advantages=clamp", "advantages: clamp takes min, max or both, got neither"),
+        (
+            'advantages=[{"clamp":{"max":.nan}}]',
+            "advantages: clamp: max must be a finite number, within float32, got nan",
+        ),
+        (
+            'advantages=[{"group_advantages":{"group_size":0}}]',
+            "group_advantages: group_size must be an integer from 2",
+        ),
+        (
+            'group_size=2 advantages=[token_returns,{"subtract_kl":{"kl_coef":1,"kl_estimator":"k1"}}]',
+            "advantages: subtract_kl must come before the calls that make an advantage of each token",
+        ),
         ("model=x data=x.jsonl task=sorting", "task: expected '' with data=x.jsonl, which has its own prompts, got"),
         ("gradient_budget=1e-3 entropy_coef=0.01", "gradient_budget: expected 0 with an entropy bonus"),
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),

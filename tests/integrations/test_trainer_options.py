@@ -357,6 +357,9 @@ def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None
     of_tokens = advantages(Step("token_returns", {"kl_coef": 0.1, "kl": f"{estimator}, per token"}))
     expected = torch.tensor([[1 - 0.2 * kl, 1 - 0.1 * kl, 0], [2 - 0.1 * kl, 0, 0]])
     torch.testing.assert_close(of_tokens, expected)
+    for call, expected in (("subtract_kl", rewards.total), ("token_returns", [[1, 1, 0], [2, 0, 0]])):
+        none = {"kl_coef": 0, "kl_estimator" if call == "subtract_kl" else "kl": estimator}
+        assert advantages(Step(call, none)).tolist() == expected
     default = Step("token_returns", {"kl_coef": 0.1})
     assert TrainConfig(advantages=(default,)).needs_reference
     assert torch.equal(advantages(default), of_tokens) == (kl == KL_OF_TOKEN["k1"])

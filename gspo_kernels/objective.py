@@ -253,7 +253,7 @@ class Objective:
     def _warn(self, stacklevel: int, luspo: bool = False) -> None:
         if self.ratio == "token" or self.surrogate not in ("clip", "none"):
             return
-        # `dataclasses.replace` of the preset has the preset's window.
+        # A copy of the preset, made by `dataclasses.replace`, still has the preset's window and aggregation.
         luspo |= {name: getattr(self, name) for name in _PRESETS["luspo"]} == _PRESETS["luspo"]
         if self.aggregation != "seq-mean-token-mean" and not luspo:
             validation.warn_once(
@@ -280,22 +280,30 @@ class Objective:
         for key in changes:
             validation.Checks("Objective.preset").choice("field", key, tuple(sorted(known)))
         values = {**_PRESETS[name], **changes}
-        objective = object.__new__(cls)
-        for f in fields(cls):
-            object.__setattr__(objective, f.name, values.get(f.name, f.default))
+        objective = cls._made_of(values)
         objective._check()
         objective._warn(stacklevel=4, luspo=name == "luspo")
         objective._write_text()
         return objective
 
     def without(self, *terms: str) -> Objective:
-        """Return a copy in which the fields `terms`, "kl_coef" or "entropy_coef", are 0. It warns of nothing."""
+        """Return a copy of the objective without some of its terms. Unlike `dataclasses.replace`, it never warns.
+
+        Args:
+            terms: coefficients to set to 0, "kl_coef" or "entropy_coef".
+        """
         for term in terms:
             validation.Checks("Objective.without").choice("term", term, ("kl_coef", "entropy_coef"))
-        objective = object.__new__(Objective)
-        for f in fields(self):
-            object.__setattr__(objective, f.name, 0.0 if f.name in terms else getattr(self, f.name))
+        objective = self._made_of({f.name: getattr(self, f.name) for f in fields(self)} | dict.fromkeys(terms, 0.0))
         objective._write_text()
+        return objective
+
+    @classmethod
+    def _made_of(cls, values: dict[str, Any]) -> Objective:
+        """Set the fields, without checks, warnings and `text`."""
+        objective = object.__new__(cls)
+        for f in fields(objective):  # torch.compile cannot trace the fields of a class
+            object.__setattr__(objective, f.name, values.get(f.name, f.default))
         return objective
 
     def _write_text(self) -> None:

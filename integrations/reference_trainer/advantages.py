@@ -51,14 +51,15 @@ def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, runni
 def advantages_of_scored(config: TrainConfig, batch: Batch, x: Tensor, rows: Tensor, running: RunningMoments) -> Tensor:
     """Apply the functions that `config.advantages` names to rewards `x` [b] of the answers `rows` [b] of a rollout."""
 
-    def kl(estimator: Any) -> Tensor:  # of each token, [B, T]
+    def kl(check: Checks, estimator: Any) -> Tensor:  # of each token, [B, T]
         check.choice("the KL's estimator", estimator, tuple(KL))
         assert batch.ref_log_probs is not None, "TrainConfig.needs_reference is true for every kl_coef"
         return KL[estimator](batch.old_log_probs - batch.ref_log_probs)
 
     mask = batch.rollout.answer_mask
     for name, options in config.advantages:  # x becomes [b] or [b, T]
-        options, check = dict(options), Checks(name)
+        check = Checks(name)
+        options = dict(options)
         if name in ("group_advantages", "normalize_rewards") and options.get("by", "group") == "group":
             if "group_ids" in options:
                 check.fail("group_ids", "absent, because answers to one prompt are a group", options["group_ids"])
@@ -69,24 +70,27 @@ def advantages_of_scored(config: TrainConfig, batch: Batch, x: Tensor, rows: Ten
         if name == "token_returns" and "kl_coef" in options:
             estimator = str(options.pop("kl", "k1")).split(",")[0]
             if options["kl_coef"]:
-                options["kl"] = kl(estimator)
+                options["kl"] = kl(check, estimator)
         if name == "clamp":
             if not options or not options.keys() <= {"min", "max"}:
-                raise TypeError(f"clamp takes min, max or both, got {', '.join(map(str, options)) or 'neither'}")
+                raise TypeError(f"clamp takes min, max or both, got {names(options)}")
             x = x.clamp(**{key: check.number(key, value, *FINITE) for key, value in options.items()})
         elif name == "subtract_kl":
             if options.keys() != {"kl_coef", "kl_estimator"}:
-                got = ", ".join(map(str, options)) or "neither"
-                raise TypeError(f"subtract_kl takes kl_coef and kl_estimator, got {got}")
+                raise TypeError(f"subtract_kl takes kl_coef and kl_estimator, got {names(options)}")
             if x.ndim > 1:
                 raise ValueError("subtract_kl must come before the calls that make an advantage of each token")
             coef = check.number("kl_coef", options["kl_coef"], *FINITE)
             if coef:
-                x = x - coef * (kl(options["kl_estimator"]) * mask).sum(1)
+                x = x - coef * (kl(check, options["kl_estimator"]) * mask).sum(1)
         else:
             arguments = (x, mask) if name in ("token_returns", "whiten") else (x,)
             x = getattr(library, name)(*arguments, **options)
     return x
+
+
+def names(options: dict[str, Any]) -> str:
+    return ", ".join(map(str, options)) or "neither"
 
 
 def check_steps(config: TrainConfig) -> None:

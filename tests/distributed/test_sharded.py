@@ -18,7 +18,7 @@ from helpers.sharded_ranks import DEADLINE, main
 
 SEED = seed_of_the_week()
 ARRAY = pair_cover(FACTORS | OF_RANKS, seed=SEED, bans=[*BANS, *BANS_OF_RANKS], triples_of=(*TRIPLES_OF, "tp", "cp"))
-# Each detects faults that few other rows detect.
+# These rows always run, because each detects a fault that few of the week's rows detect.
 PINNED = [
     "tp=2",
     "tp=2 vocab_size=padded",

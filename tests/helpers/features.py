@@ -61,7 +61,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "tokens": ("ragged", "holes", "masked sequences", "none", "empty sequences", "no sequences"),
     "ones": (None, None, "lengths", "batch", "vocabulary", "width", "all"),
     "tiles": ("one", "many", "one", "many", "parts"),  # parts: many tiles in many chunks of rows and slabs of columns
-    # half: of half-precision operands, as on tensor cores; native: of bf16 operands, as on CPUs with such instructions
+    # half: operands in half precision, as on tensor cores. native: bf16 operands, as on CPUs with bf16 instructions.
     "products": ("wide", "wide", "half", "native"),
     "policy": ("medium", "flat", "peaked", "ties"),
     "head": ("weight", "linear", "lora", "two loras"),

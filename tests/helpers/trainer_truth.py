@@ -71,7 +71,7 @@ class Truth:
             model.double()
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("eager")  # grouped products have no float64
-        if self.config.parallel == "ddp" and policy.initial:  # which is the policy before any update
+        if self.config.parallel == "ddp" and policy.initial:  # the reference is the policy before any update
             assert all(map(torch.equal, policy.initial.model.parameters(), policy.model.parameters()))
         self.truth.model.requires_grad_(False)
         for name, weight in policy.model.named_parameters():
@@ -292,9 +292,9 @@ class Truth:
         config = self.config
         gradients = [full(x.grad).double() for x in optimizer.masters]
         half = config.half_dtype
-        if config.parallel == "fsdp2" and half and not config.uses_autocast:  # averaged in fp32
+        if config.parallel == "fsdp2" and half and not config.uses_autocast and any(map(torch.any, gradients)):
             rounded = [x.to(getattr(torch, half)).double() for x in gradients]
-            assert not all(map(torch.equal, rounded, gradients)) or not any(map(torch.any, gradients))
+            assert not all(map(torch.equal, rounded, gradients)), "FSDP2 must average gradients in fp32"
         if self.collected:
             scaled = torch.stack(gather(torch.stack(self.collected).sum(0))).mean(0)
             norm = scaled.norm().item() / numbers.get("loss_scale", 1)

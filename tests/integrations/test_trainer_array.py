@@ -143,7 +143,7 @@ def is_allowed(row: dict[str, str]) -> bool:
 SEED = seed_of_the_week()
 QUICK = 7  # rows without the mark slow: 40 seconds of one core
 FIRST = {name: values[0] for name, values in FACTORS.items()}
-# Each of these rows detects faults that few other rows detect.
+# These rows always run, because each detects a fault that few of the week's rows detect.
 PINNED: dict[str, dict[str, str]] = {
     "half precision": {"precision": "bf16", "sizes": "3 x 3, micro-batches"},
     "KL of tokens": {
@@ -154,7 +154,7 @@ PINNED: dict[str, dict[str, str]] = {
     "fp16": {"precision": "fp16", "rate": "cosine", "advantages": "running", "stop": "after the advantages"},
 }  # fmt: skip  # a table
 ROWS = [pytest.param(FIRST | changes, id=name, marks=pytest.mark.slow) for name, changes in PINNED.items()]
-# An objective has no state that a checkpoint could lose. With its pairs there would be half as many rows again.
+# Objectives have no state to save, so they are not paired with interruptions. Those pairs would add half as many rows.
 OF_WEEK = pair_cover(FACTORS, is_allowed, SEED, independent=[("objective", "stop")])
 for i, of_week in enumerate(OF_WEEK):
     ROWS.append(pytest.param(of_week, id=f"{SEED}-{i}", marks=[] if i < QUICK else pytest.mark.slow))
@@ -336,7 +336,7 @@ def meet_and_train(*arguments: Any, **options: Any) -> Any:
 
 
 def check_models(folder: Path, states: dict[int, Any]) -> None:
-    """Compare the saved model of each seed with the trained weights of its checkpoint."""
+    """Compare each seed's saved model with the weights in the state of the finished training."""
     for seed, state in states.items():
         (file,) = (folder / f"model-seed{seed}").glob("*.safetensors")
         saved = load_file(file)
@@ -396,7 +396,7 @@ def check(
                 meet_and_train(small(tmp_path, **options), reward=rewards)
         folder = tmp_path / config.folder.name
     if not (folder / "checkpoint.pt").exists():
-        # Nothing is lost by one signal after the first evaluation.
+        # After the first evaluation, a run that gets a single signal must leave a checkpoint.
         is_one_signal = isinstance(what, list) and len(what) == 1
         assert not (is_one_signal and (folder / "metrics.jsonl").exists() and rows_of(folder))
         again = meet_and_train(small(tmp_path, **options, overwrite=True), reward=rewards)

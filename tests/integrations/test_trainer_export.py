@@ -34,7 +34,7 @@ IDS = torch.arange(3, 40)[None]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bf16 checkpoint and two runs on it: "full" and "lora", which has seeds 1 and 0."""
+    """A folder with a bf16 checkpoint and two runs that train it: "full" with seed 0, "lora" with seeds 1 and 0."""
     folder = tmp_path_factory.mktemp("runs")
     model = AutoModelForCausalLM.from_pretrained(chat_model.save(folder / "base"), dtype=torch.bfloat16)
     model.generation_config.update(do_sample=True, top_k=7, eos_token_id=[0])

@@ -63,7 +63,7 @@ def test_masked_tokens_have_exactly_zero_influence(case: Case, seed: int) -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=settings().max_examples // 5)  # interpreted kernels take 3 seconds per example
+@settings(max_examples=settings().max_examples // 5)  # interpreted kernels are slow
 @given(WIDE, st.integers(0, 99))
 def test_masked_tokens_have_exactly_zero_influence_on_kernels(case: Case, seed: int) -> None:
     check_influence_of_masked_tokens(case, seed, "triton")
@@ -86,7 +86,7 @@ def check_influence_of_masked_tokens(case: Case, seed: int, backend: str) -> Non
     assert_same(run(case), run(other))
 
 
-# Tiles are wide in this test and the next: in narrow ones, the order of BLAS's sums may depend on the place of a row.
+# This test and the next use wide tiles. In narrow tiles, the order in which BLAS adds may depend on a row's position.
 @given(cases(tiles="one"), st.integers(0, 6))
 def test_a_sequence_alone_has_the_bits_it_has_in_any_batch(case: Case, i: int) -> None:
     if len(case.mask):

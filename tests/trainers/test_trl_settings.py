@@ -272,7 +272,9 @@ def check_with_float64(model: Any, compared: list[Any], taken: list[Any]) -> Non
         ids, attended = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1)[rows] for x in ("ids", "mask"))
         for scored, (weights, _) in ((before, taken[update]), (after, taken[update + 3])):
             model.load_state_dict(weights)
-            cut = [(x[int(m.argmax()) :], m[int(m.argmax()) :]) for x, m in zip(ids, attended, strict=True)]  # padding
+            cut = [
+                (x[int(m.argmax()) :], m[int(m.argmax()) :]) for x, m in zip(ids, attended, strict=True)
+            ]  # no left padding
             logits = torch.cat([model(x[None], m[None]).logits[:, -1 - mask.shape[1] : -1] for x, m in cut]) / 0.7
             expected = logits.log_softmax(-1).gather(-1, ids[:, -mask.shape[1] :, None])[..., 0]
             assert (scored.fp32 - expected)[mask.bool()].std() < LOG_PROB_STD

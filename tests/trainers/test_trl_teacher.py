@@ -60,7 +60,9 @@ class Reference:
     """Repeats each optimizer step in float64 with full logits, from the batches that the trainer gets."""
 
     def __init__(self, trainer: Any, teacher: Any, is_uneven: bool = False) -> None:
-        self.trainer, self.teacher, self.is_uneven = trainer, teacher.double(), is_uneven
+        self.trainer = trainer
+        self.teacher = teacher.double()
+        self.is_uneven = is_uneven  # whether answers have different numbers of teacher ids per token
         self.batches: list[dict[str, Any]] = []
         self.errors: list[float] = []
         self.logs: list[tuple[float, ...]] = []  # divergence and the teacher's probability per token, rows that run
@@ -124,7 +126,7 @@ class Reference:
 
 
 def count_of(completion_ids: Tensor) -> Tensor:
-    """How many ids of the teacher `Scored` returns for the tokens of each answer."""
+    """Number of teacher ids per token that `Scored` returns for each answer, [B]; fewer after an odd first token."""
     return K - completion_ids[:, 0] % 2
 
 

@@ -432,7 +432,7 @@ def name_of(row: dict[str, str]) -> str:
 ARRAY = pair_cover(FACTORS, is_allowed)
 FIRST = {name: values[0] for name, values in FACTORS.items()}
 OF_BREAKS = {x: FIRST | {"breaks": x, "updates": FACTORS["updates"][x == "iterations change"]} for x in CALLBACKS}
-# The rows without the mark slow, with every value, run with the oldest supported TRL, too.
+# A few rows that together have every value. They are not marked slow, so they also run with the oldest supported TRL.
 QUICK = value_cover(ARRAY)
 ROWS = [pytest.param(x, id=name_of(x), marks=[] if x in QUICK else pytest.mark.slow) for x in ARRAY]
 ROWS += [pytest.param(row, id=name) for name, row in OF_BREAKS.items()]

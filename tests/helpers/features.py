@@ -112,7 +112,6 @@ OF_TRITON: dict[str, Sequence[Any]] = {
 # For vocabularies and sequences that are sharded over ranks. `helpers.sharded_runs` reads these values.
 OF_RANKS: dict[str, Sequence[Any]] = {
     "backend": ("torch", "torch", "torch", "triton"),
-    "products": ("wide", "wide", "half"),
     "vocab_size": ("all", "padded", "empty rank"),
     "tp": (1, 2, 4),
     "cp": (1, 2, 4),

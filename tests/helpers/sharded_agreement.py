@@ -144,6 +144,13 @@ for _function, _kind in FUNCTIONS:
                 run(function, mine, **{name: other if last else one})
             with raises(f"{function.__name__}: {name} must be equal on all ranks of {kind}"):
                 run(function, mine, **{name: one if not last else None if kind == "cp_group" else other})
+        differentiated = next(iter(mine))  # hidden or log_probs
+        with raises("need", "a gradient", f"must be equal on all ranks of {kind}"):
+            run(function, mine, **{differentiated: mine[differentiated].detach()} if last else {})
+        if "kept_sets" in parameters and kind == "tp_group":
+            one, _ = optional_values("kept_sets", mine)
+            with raises("kept_sets.empty must be equal on all ranks of tp_group"):
+                run(function, mine, kept_sets=one._replace(empty="vocabulary") if last else one)
         run(function, mine)  # the ranks are still in step
 
 

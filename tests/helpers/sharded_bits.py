@@ -50,6 +50,17 @@ for _ranks in (2, 4, 8):
                         assert torch.equal(out.entropy, one.entropy), dtype  # pyright: ignore[reportArgumentType]
 
 
+@case("unaligned shards are warned of", 2)
+def _unaligned(context: Context) -> None:
+    group = context.group(2)
+    hidden, weight, ids = rows(40)
+    validation._warned.discard("unaligned shards")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        linear_log_probs(hidden, shard_rows(weight, group), ids, tp_group=group)
+    assert "last bits" in str([x.message for x in caught])
+
+
 # -- collectives
 
 

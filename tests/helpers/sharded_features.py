@@ -12,7 +12,7 @@ import torch
 from helpers.sharded_cases import Context, case, relative
 from helpers.sharded_runs import rank_in, shard_rows
 from tolerance import EQUAL_TOKENS_RELATIVE, FUNCTION_RELATIVE, SHARDED_EQUAL_TOKENS_RELATIVE
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.sampler_mismatch import RolloutCorrection
@@ -94,6 +94,8 @@ def raises(*texts: str) -> Iterator[None]:
 @case("errors on every rank", 2)
 def _errors(context: Context) -> None:
     """sharded_agreement.py has the arguments whose values differ."""
+    import peft
+
     group = context.group(2)
     hidden, weight, ids = rows(64)
     first = rank_in(group) == 0
@@ -119,4 +121,8 @@ def _errors(context: Context) -> None:
     with raises("rollout_correction"):
         objective = Objective(rollout_correction=RolloutCorrection())
         policy_loss(log_probs, torch.ones(len(log_probs)), cp_group=group, objective=objective)
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "lm_head": nn.Linear(8, len(local), bias=False)})
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["body"], trainable_token_indices={"lm_head": [1]}))
+    with raises("a weight, an nn.Linear or LoRA, because it is sharded", "got trainable_token_indices"):
+        run(hidden, model["lm_head"], ids)
     run(hidden, local, ids)  # the ranks are still in step
